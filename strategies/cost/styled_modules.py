@@ -8,6 +8,7 @@ Source: transformers.distributed.tensor_parallel.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,12 +18,14 @@ from typing import Any, ClassVar
 import numpy as np
 
 from strategies.core.experts import RESHAPED, experts, last_products, matrices_of, parameter_of
-from strategies.core.graph import Operator, OperatorGraph, Ref, Source, TensorSpec
+from strategies.core.graph import Operator, OperatorGraph, Ref, Source, TensorSpec, modules_around
 from strategies.core.heads import Split, splitting
 from strategies.core.layout import Layout
 from strategies.cost.resharding_matrix import PARTIAL, REPLICATED, Booleans, Integers, Seconds
 from strategies.rules.sharding import Assignment, Sharding
 
+SCALING = ("mul", "neg", "to", "div")
+"""What partial sums may go through, the last one as the dividend."""
 FORBIDDEN = 1e4
 """Seconds of what no plan does; more than any step takes, and little enough to be added to seconds."""
 
@@ -143,6 +146,22 @@ def is_within(module: str, paths: Collection[str]) -> bool:
     return any(f"{module}.".startswith(f"{path}.") for path in paths)
 
 
+def users_inside(graph: OperatorGraph, maker: Operator, layer: Operator) -> list[tuple[Operator, int]]:
+    """The uses of a result in the module of `layer`."""
+    return [use for use in graph.users[Ref(maker.id)] if is_within(use[0].module, [layer.module])]
+
+
+def returned_by(graph: OperatorGraph, layer: Operator) -> Operator | None:
+    """The operator that computes what the module of a layer returns: the layer itself, or the last one of a chain from
+    it; None where its result is used in several places of the module, or outside of it as well."""
+    last = layer
+    while inside := users_inside(graph, last, layer):
+        if len(graph.users[Ref(last.id)]) > 1:
+            return None
+        last = inside[0][0]
+    return last
+
+
 def of_own_parameters(graph: OperatorGraph) -> frozenset[str]:
     """The ids of operators that compute from parameters of their own module and buffers alone, such as 1 + weight of a
     norm. Of what they make, as of the parameters, a trainer may have partial gradients, which it adds up."""
@@ -188,23 +207,22 @@ class StyledModules(ModuleLayouts):
 
     def gathered(self, operator: Operator, sliced: Integers, axes: Sequence[str]) -> tuple[Booleans, Booleans]:
         """Which candidates of an operator may hand on their result as it is made, and which gathered over the axes."""
-        none, weight = np.zeros(len(sliced), dtype=bool), self._weight(operator)
-        factor = None if weight is None else self._columns(operator, weight)
+        none, layer, sharding = np.zeros(len(sliced), dtype=bool), self._layer(operator), self.shardings[operator.id]
+        factor = None if layer is None else sharding.results[0][-1]
         if factor is None or not (own := [place for place, axis in enumerate(axes) if axis in self.axes]):
             return ~none, none
-        columns = sliced[:, own[0]] == self.shardings[operator.id].factors.index(factor)
-        if any(operator.id == layer.id for one in self._resized for layer in one.split):
-            return ~columns if self._gathers(operator) else ~none, none
-        if operator.op == "embedding":
+        assert layer is not None
+        columns = sliced[:, own[0]] == sharding.factors.index(factor)
+        if any(layer.id == one.id for split in self._resized for one in split.split):
+            return ~columns if self._gathers(layer) else ~none, none
+        if layer.op == "embedding":
             return ~columns, columns
-        return ~columns if self._gathers(operator) else ~none, (
-            columns if "colwise_gather_output" in self.styles else none
-        )
+        return ~columns if self._gathers(layer) else ~none, columns if "colwise_gather_output" in self.styles else none
 
     def use(self, user: Operator, position: int) -> bool:
         """Whether an operator may take slices of the last dim of a replicated value."""
         rows = "rowwise_split_input" in self.styles and user.op == "linear" and position == 0
-        return rows and self._weight(user) is not None
+        return rows and self._weight(user) is not None and not self._made_inside(user.operands[0], user)
 
     def penalty(self, given: Sequence[Layout], wanted: Sequence[Layout], use: Any) -> Seconds:
         have, want = ([self.place(layout) for layout in layouts] for layouts in (given, wanted))
@@ -224,9 +242,10 @@ class StyledModules(ModuleLayouts):
             for position, (ref, layout) in enumerate(zip(operator.operands, wanted[operator.id], strict=True)):
                 maker, have = self.graph.by_id[ref.id], self.place(handed(ref))
                 last = len(layout.dims) - 1
-                if isinstance(maker, Operator) and have == last and self._weight(maker) is not None:
+                layer = self._layer(maker) if isinstance(maker, Operator) else None
+                if layer is not None and have == last:
                     uses = {self.place(wanted[user.id][at]) for user, at in self.graph.users[ref]}
-                    gathers = self._gathers(maker) or ("colwise_gather_output" in self.styles and uses == {REPLICATED})
+                    gathers = self._gathers(layer) or ("colwise_gather_output" in self.styles and uses == {REPLICATED})
                     have = REPLICATED if gathers else have
                 places = [have], [self.place(layout)]
                 legal = legal and not _forbidden(*places, len(layout.dims), self.use(operator, position)).any()
@@ -253,9 +272,49 @@ class StyledModules(ModuleLayouts):
         packed = weight.spec.packed is not None and weight.spec.packed.dim == 0
         return packed and not ("packed_colwise" in self.styles and packable(operator, weight, any(self.rows.values())))
 
-    def _columns(self, operator: Operator, weight: int) -> str | None:
-        """The factor along which a layer has its columns."""
-        return self.shardings[operator.id].operands[weight][1 if operator.op == "embedding" else 0]
+    def _layer(self, operator: Operator) -> Operator | None:
+        """The layer whose module returns what an operator computes."""
+        return self._returned.get(operator.id)
+
+    @cached_property
+    def _returned(self) -> dict[str, Operator]:
+        layers = (one for one in self.graph.operators if self._weight(one) is not None)
+        return {last.id: layer for layer in layers if (last := returned_by(self.graph, layer)) is not None}
+
+    def _at_borders(self, operator: Operator, dim: int) -> bool:
+        """Whether slices of a weight along `dim` mean the same where styles act on what the module receives and
+        returns: partial sums may be scaled before they are added up, but for a bias, and a table's columns must be what
+        it returns. AutoTP replaces a module by the layer alone."""
+        if "packed_colwise" not in self.styles:
+            return self._computing[operator.module] == {operator.op}
+        if (operator.op == "linear") == (dim == 0):
+            return operator.op == "linear" or returned_by(self.graph, operator) is not None
+        waiting = users_inside(self.graph, operator, operator)
+        if waiting and len(operator.operands) > 2:
+            return False
+        while waiting:
+            user, position = waiting.pop()
+            others = [ref for place, ref in enumerate(user.operands) if place != position]
+            if user.op not in SCALING[: len(SCALING) - bool(position)] or any(
+                self.graph.specs[ref].elements > 1 for ref in others
+            ):
+                return False
+            waiting += users_inside(self.graph, user, operator)
+        return True
+
+    def _made_inside(self, ref: Ref, layer: Operator) -> bool:
+        """Whether a value is computed in the module of `layer`."""
+        maker = self.graph.by_id[ref.id]
+        return isinstance(maker, Operator) and is_within(maker.module, [layer.module])
+
+    @cached_property
+    def _computing(self) -> dict[str, set[str]]:
+        """By module, the operators in it and in modules within."""
+        found = defaultdict[str, set[str]](set)
+        for operator in self.graph.operators:
+            for path in modules_around(tuple(operator.module.split("."))):
+                found[path].add(operator.op)
+        return found
 
     @cached_property
     def _routed(self) -> tuple[frozenset[str], frozenset[str]]:
@@ -339,6 +398,8 @@ class StyledModules(ModuleLayouts):
         sharding, weight = self.shardings[operator.id], self._weight(operator)
         own = None if weight is None else sharding.operands[weight]
         dim = own.index(factor) if own is not None and factor in own else None
+        if dim is not None and not self._at_borders(operator, dim):
+            return False
         if operator.op == "embedding" and dim is not None:
             return ("embedding_rowwise", "embedding_colwise")[dim] in self.styles
         if factor in sharding.sums and dim != 1:

@@ -30,7 +30,7 @@ from strategies.core.graph import Operator, OperatorGraph, Ref, Source, modules_
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
-from strategies.cost.styled_modules import halves, of_own_parameters, packable, sliceable
+from strategies.cost.styled_modules import halves, of_own_parameters, packable, returned_by, sliceable
 from strategies.planner.declared_layouts import Declared, Placed, operand_layouts
 from strategies.rules import rule_of
 
@@ -348,7 +348,7 @@ def _style_of(
     if operator.op == "embedding":
         return ("embedding_rowwise", "embedding_colwise")[dim]
     if dim == 0:
-        users = graph.users[Ref(operator.id)]
+        users = graph.users[Ref((returned_by(graph, operator) or operator).id)]
         taken = (operand_layouts(user, graph, plan)[position] for user, position in users)
         sliced = any(plan.mesh.sorted(layout.dims[-1]) == axes for layout in taken if layout.dims)
         if weight.spec.packed is not None:

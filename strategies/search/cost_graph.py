@@ -44,7 +44,8 @@ class UseCost:
     """What one use of a value costs: `seconds` [layouts of the value, targets]. A target is the layout in which the
     value comes (`come`, a row of `wanted`) and the one in which its gradient goes back (`go`, a row of `returned`):
     partial over what the value's layout defers, at least. `of_candidate` is the target of every candidate of the user;
-    `penalty` [layouts of the value, rows of `wanted`] is added where a value must not come so."""
+    `penalty` [layouts of the value, rows of `wanted`] is added where a value must not come so: uses with another one
+    share no target."""
 
     resharding: ReshardingCosts
     spec: TensorSpec
@@ -60,7 +61,8 @@ class UseCost:
         self.back = self.resharding.gradients(self.given)
         there = [row.tobytes() for row in self.wanted.dims[self.come]]
         back = [b""] * len(there) if self.returned is None else [x.tobytes() for x in self.returned.partial[self.go]]
-        self.targets = tuple(zip(there, back, strict=True))
+        apart = [b""] * len(there) if self.penalty is None else [x.tobytes() for x in self.penalty[:, self.come].T]
+        self.targets = tuple(zip(there, back, apart, strict=True))
         self.changes = 0
         self._look_up()
 
@@ -587,7 +589,7 @@ class _SolutionReader:
             producer = sources if value.producer is None else value.producer
             for user, cost in value.uses:
                 uses.setdefault(id(cost), (cost, value.given.of_candidate, []))[2].append((place, producer, user))
-        targets: dict[tuple[bytes, bytes], int] = {}
+        targets: dict[tuple[bytes, bytes, bytes], int] = {}
         self.uses = [
             (cost, given, np.array([targets.setdefault(one, len(targets)) for one in cost.targets]), np.array(places).T)
             for cost, given, places in uses.values()
