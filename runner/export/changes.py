@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from runner.build.optimizers import need_of
 from runner.planning.clusters import cluster_of
 from runner.planning.prepare import Prepared
-from strategies.core.graph import TensorSpec
+from strategies.core.graph import Ref, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
 from strategies.cost.cluster import Cluster
 from strategies.cost.collectives import path_seconds
+from strategies.cost.problem import Problem
+from strategies.cost.step import MASTER
+from strategies.memory.estimate import parameter_bytes
 from strategies.planner.declared_layouts import operand_layouts
 from strategies.resharding.path import resharding_path
+
+NEGLIGIBLE = 0.01
+"""The part of what a rank keeps under ZeRO that a target may keep in addition: norms that the axis of modules does not
+slice have more replicas in a plan than FSDP beside tensor parallelism slices."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +62,27 @@ def sent(kind: str, name: str, planned: Layout, exported: Layout, spec: TensorSp
     return Change(kind, name, str(planned), str(exported), size, path_seconds(path, spec.item_bytes, mesh, at))
 
 
-def of_optimizer(prepared: Prepared, stages: Collection[int]) -> Iterator[Change]:
-    """The optimizer's states, which a target slices over replicas only at these stages of ZeRO."""
+def of_optimizer(prepared: Prepared, stages: Collection[int], axes: Collection[str]) -> Iterator[Change]:
+    """What ZeRO slices over all replicas of a parameter, and a target only at these stages and along these axes, where
+    a rank keeps more than 1 % more by that."""
     stage, plan, graph = prepared.config.parallel.zero.known, prepared.plan, prepared.graph
     assert plan is not None and graph is not None
-    if stage not in stages:
-        trained = [source for source in graph.of_kind("parameter") if source.trainable]
-        size = sum(plan.local_bytes(source) for source in trained)
-        yield Change("optimizer", f"ZeRO stage {stage}", "sliced over replicas", "on every replica", size, 0.0)
+    states = need_of(prepared.config.optimizer).kept / MASTER
+    problem = Problem(graph, plan.mesh, {}, {}, {}, {}, stage, states)
+    covered = [axis for axis in axes if stage in stages]
+
+    def kept(over: Collection[str] | None) -> float:
+        return sum(
+            plan.tensors[source.name].local_elements(source.spec.shape, plan.mesh)
+            * parameter_bytes(problem, plan.tensors[source.name], Ref(source.id), over)
+            for source in graph.of_kind("parameter")
+            if source.trainable
+        )
+
+    ours, theirs = kept(None), kept(covered)
+    if theirs > (1 + NEGLIGIBLE) * ours:
+        exported = f"sliced over {', '.join(covered)} alone" if covered else "on every replica"
+        yield Change("optimizer", f"ZeRO stage {stage}", "sliced over replicas", exported, int(theirs - ours), 0.0)
 
 
 def between(prepared: Prepared, exported: Plan) -> Iterator[Change]:

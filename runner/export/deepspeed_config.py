@@ -30,13 +30,14 @@ SPECS: dict[str, dict[str, Any]] = {
 def changes(prepared: Prepared) -> list[Change]:
     """What DeepSpeed lays out otherwise. It broadcasts parameters as bytes, which torch refuses where there are no
     dims."""
-    assert prepared.graph is not None
+    assert prepared.graph is not None and prepared.plan is not None
+    copies = prepared.plan.mesh.others(axes_of(prepared.plan))
     scalars = [
         Change("parameter", source.name, "a number without dims", "an error of DeepSpeed; give it one dim", 0, 0.0)
         for source in prepared.graph.of_kind("parameter")
         if not source.spec.shape
     ]
-    return [*scalars, *of_styles(prepared, AUTOTP), *of_rows(prepared), *of_optimizer(prepared, {0, 1, 2, 3})]
+    return [*scalars, *of_styles(prepared, AUTOTP), *of_rows(prepared), *of_optimizer(prepared, {0, 1, 2, 3}, copies)]
 
 
 def config(prepared: Prepared, title: str) -> str:

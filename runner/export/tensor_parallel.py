@@ -28,7 +28,9 @@ from strategies.planner.module_styles import EXPERTS, FOR_TRANSFORMERS, axes_of,
 
 def changes(prepared: Prepared) -> list[Change]:
     """What transformers lays out otherwise."""
-    return [*of_styles(prepared, FOR_TRANSFORMERS), *of_rows(prepared), *of_optimizer(prepared, {0, 3})]
+    assert prepared.plan is not None
+    copies = prepared.plan.mesh.others(axes_of(prepared.plan))
+    return [*of_styles(prepared, FOR_TRANSFORMERS), *of_rows(prepared), *of_optimizer(prepared, {0, 3}, copies)]
 
 
 def of_styles(prepared: Prepared, styles: Collection[str]) -> Iterator[Change]:

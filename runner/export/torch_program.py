@@ -44,7 +44,7 @@ def changes(prepared: Prepared) -> list[Change]:
         *_of_sources(prepared, graph, plan),
         *_of_dtypes(_sharded(prepared, graph, plan), graph, plan),
         *of_operators(prepared, graph, plan, stripes=in_stripes(prepared)),
-        *of_optimizer(prepared, {0, 3} if replicas(graph, plan) else {0}),
+        *of_optimizer(prepared, {0, 3}, replicas(graph, plan)),
     ]
 
 

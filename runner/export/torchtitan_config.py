@@ -98,7 +98,8 @@ def changes(prepared: Prepared) -> list[Change]:
         if graph.by_name[change.name].label != "cross_entropy_loss"  # torchtitan computes it on slices of classes
     )
     found = {str(change): change for change in (*between(prepared, again), *gathered)}
-    return [*found.values(), *of_rows(prepared), *of_optimizer(prepared, {0, 3})]
+    shared = (*roles.axes["dp"], *roles.axes["cp"])  # its mesh for FSDP
+    return [*found.values(), *of_rows(prepared), *of_optimizer(prepared, {0, 3}, shared)]
 
 
 def config(prepared: Prepared, title: str) -> str:
