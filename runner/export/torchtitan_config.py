@@ -13,16 +13,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from runner.export.changes import Change, between, of_optimizer
+from runner.export.changes import Change, between, of_optimizer, sent
 from runner.export.tensor_parallel import of_rows
 from runner.export.torch_program import of_operators
+from runner.planning.clusters import cluster_of
 from runner.planning.prepare import Prepared
-from strategies.core.graph import Operator, OperatorGraph, Ref, Source
+from strategies.core.graph import Operator, OperatorGraph, Ref
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
 from strategies.planner.boundaries import Boundary, boundaries, operators_inside
-from strategies.planner.by_module import by_borders
+from strategies.planner.by_module import BetweenBorders, between_borders, by_borders
 from strategies.rules import rule_of
 
 ROLES = ("dp", "cp", "tp")
@@ -97,7 +98,12 @@ def changes(prepared: Prepared) -> list[Change]:
         for change in of_operators(prepared, graph, plan)
         if graph.by_name[change.name].label != "cross_entropy_loss"  # torchtitan computes it on slices of classes
     )
-    found = {str(change): change for change in (*between(prepared, again), *gathered)}
+    cluster = cluster_of(prepared.config, prepared.device, prepared.world_size)
+    decided = (
+        sent("operator", one.operator.name, one.taken, one.comes.reduced, graph.specs[one.ref], plan.mesh, cluster)
+        for one in roles.between_borders(graph, plan).undecided
+    )
+    found = {str(change): change for change in (*between(prepared, again), *gathered, *decided)}
     shared = (*roles.axes["dp"], *roles.axes["cp"])  # its mesh for FSDP
     return [*found.values(), *of_rows(prepared), *of_optimizer(prepared, {0, 3}, shared)]
 
@@ -160,6 +166,10 @@ class Roles:
             self.by_role(layout), frozenset((*summed, *(role for role, axes in self.axes.items() if not axes)))
         )
 
+    def between_borders(self, graph: OperatorGraph, plan: Plan) -> BetweenBorders:
+        """What DTensor does between borders, over the axes that slice no rows alone."""
+        return between_borders(graph, plan, {*self.axes["cp"], *self.axes["tp"]})
+
     def said(self, layout: Layout) -> Layout:
         """`by_role` in the axes of the plan."""
         dims = [tuple(axis for role in used for axis in self.axes[role]) for used in self.by_role(layout).dims]
@@ -170,7 +180,8 @@ def _configs(graph: OperatorGraph, plan: Plan, roles: Roles) -> Iterator[tuple[s
     """The text of the config of every module that has one."""
     states = _states(graph, plan, roles)
     received, returned = boundaries(graph, plan)
-    returned = {path: _handed(path, entry, received, graph, plan) for path, entry in returned.items()}
+    between = roles.between_borders(graph, plan)
+    returned = {path: _handed(path, entry, received, graph, between.made) for path, entry in returned.items()}
     inside = operators_inside(graph)
     taken: dict[str, Typed] = {}
     for path in sorted({*states, *received, *returned}):  # a module comes before those in it
@@ -179,16 +190,18 @@ def _configs(graph: OperatorGraph, plan: Plan, roles: Roles) -> Iterator[tuple[s
             own = ", ".join(f'"{name}": {_text(one)}' for name, one in states[path].items())
             fields.append(f"state_shardings={{{own}}}")
         if (entry := received.get(path)) is not None:
-            source = _arriving(path, entry, received, returned, taken, graph, plan, roles)
+            source = _arriving(path, entry, received, returned, taken, between, roles)
             taken[path] = roles.typed(entry.layout, _summed(entry.ref, inside[path], graph, plan, roles))
             if not graph.specs[entry.ref].floating:
                 taken[path] = source = Typed(taken[path].layout, frozenset(ROLES))
-            fields.append(f'in_src_shardings={{"input": {_text(source)}}}')
+            if source is not None:  # else DTensor knows
+                fields.append(f'in_src_shardings={{"input": {_text(source)}}}')
             fields.append(f'in_dst_shardings={{"input": {_text(taken[path])}}}')
         if (entry := returned.get(path)) is not None:
             last = [name for name, one in returned.items() if name.startswith(f"{path}.") and one.ref == entry.ref]
-            made = returned[min(last, key=len)].layout if last else _made(entry.ref, graph, plan)
-            fields.append(f"out_src_shardings={_text(roles.typed(made))}")
+            made = returned[min(last, key=len)].layout if last else between.made[entry.ref]
+            if last or entry.ref not in between.unknown:
+                fields.append(f"out_src_shardings={_text(roles.typed(made))}")
             fields.append(f"out_dst_shardings={_text(roles.typed(entry.layout))}")
             if made.partial and any(one.op == "embedding" for one in inside[path] if one.module == path):
                 fields.append("local_map=LocalMapConfig(in_grad_placements=None)")  # its tables look up their own rows
@@ -224,37 +237,30 @@ def _arriving(
     received: Mapping[str, Boundary],
     returned: Mapping[str, Boundary],
     taken: Mapping[str, Typed],
-    graph: OperatorGraph,
-    plan: Plan,
+    between: BetweenBorders,
     roles: Roles,
-) -> Typed:
+) -> Typed | None:
     """How the value that a module receives comes: as the innermost module around it has taken it, else as the outermost
-    that made it has returned it."""
+    that made it has returned it. None where nobody knows."""
     around = [name for name in taken if path.startswith(f"{name}.") and received[name].ref == entry.ref]
     if around:
         return taken[max(around, key=len)]
     makers = [name for name, one in returned.items() if one.ref == entry.ref and not path.startswith(f"{name}.")]
     if makers:
         return roles.typed(returned[min(makers, key=len)].layout)
-    return roles.typed(_made(entry.ref, graph, plan).reduced)
+    return None if entry.ref in between.unknown else roles.typed(between.made[entry.ref])
 
 
-def _handed(path: str, entry: Boundary, received: Mapping[str, Boundary], graph: OperatorGraph, plan: Plan) -> Boundary:
+def _handed(
+    path: str, entry: Boundary, received: Mapping[str, Boundary], graph: OperatorGraph, layouts: Mapping[Ref, Layout]
+) -> Boundary:
     """What a module returns as it was made, where all users lay it out when they receive it: their gradients are then
     added and sliced in one collective. Partial sums are added where they are returned."""
-    made = _made(entry.ref, graph, plan)
+    made = layouts[entry.ref]
     takers = [name for name, one in received.items() if one.ref == entry.ref]
     users = [user.module for user, _ in graph.users[entry.ref] if not f"{user.module}.".startswith(f"{path}.")]
     laid_out = all(any(f"{user}.".startswith(f"{name}.") for name in takers) for user in users)
     return replace(entry, layout=made) if laid_out and not made.partial else entry
-
-
-def _made(ref: Ref, graph: OperatorGraph, plan: Plan) -> Layout:
-    """The layout in which a value is computed, or fed."""
-    node = graph.by_id[ref.id]
-    if isinstance(node, Source):
-        return plan.inputs[node.name] if node.kind == "input" else plan.tensors[node.name]
-    return rule_of(node, graph).result_layouts(plan.operators[node.name].assignment)[ref.index]
 
 
 def _text(typed: Typed) -> str:

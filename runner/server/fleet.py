@@ -246,10 +246,15 @@ class Fleet:
                 if not holders:
                     raise RunFailed(
                         "MW711",
-                        f"server {server} is down, and with it the only copy of shard {number}: its parameters and "
-                        "states go on from the newest checkpoint (launch.max_restarts). parallel.server.replicas=1 "
-                        "keeps a second copy on another server.",
-                    )
+                        f"server {server} is down, and with it the {'last' if self._replicas else 'only'} copy of "
+                        f"shard {number}: its parameters and states go on from the newest checkpoint "
+                        "(launch.max_restarts)."
+                        + (
+                            " Its other copy was lost before a server had a new one."
+                            if self._replicas
+                            else " parallel.server.replicas=1 keeps a second copy on another server."
+                        ),
+                    ) from None  # a broken connection is how this server heard of it
 
     def _keep_primary(self, shard: int, replica: Sequence[Any]) -> None:
         """The primary of `shard` does not reach the replica at this address any more: what it acknowledges from now on

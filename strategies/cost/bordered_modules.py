@@ -1,9 +1,10 @@
 """The layouts of a trainer of DTensors that moves values where modules receive and return them.
 
-Over the axes that slice modules a value is laid out anew at a border; everywhere else operators take it as it comes:
-a partial sum is added up, a replicated value is sliced as another operand of the operator is, and a sliced one is
-gathered where the operator cannot compute on it or another operand is sliced otherwise. The set is a little larger than
-that of the plans that are possible (of several operands, one must bring the slices), so it bounds them from below.
+Over the axes that slice modules a value is redistributed at a border; everywhere else operators take it as it comes: a
+replicated value is sliced as another operand of the operator is. Where slices would be gathered or moved, or partial
+sums reduced, DTensor decides by its own costs, so no plan has that; views of partial sums stay partial sums. The set is
+a little larger than that of the plans that are possible (of several operands, one must bring the slices), so it bounds
+them from below.
 Source: torchtitan.protocols.module.
 """
 
@@ -19,6 +20,10 @@ from strategies.core.graph import Operator, Ref, Source
 from strategies.core.layout import Layout
 from strategies.cost.resharding_matrix import PARTIAL, REPLICATED, Seconds
 from strategies.cost.styled_modules import FORBIDDEN, ModuleLayouts
+from strategies.rules.traits import traits
+
+KEEPING = ("permutation", "reshape")
+"""Views that DTensor makes of partial sums."""
 
 
 @dataclass(frozen=True)
@@ -27,15 +32,13 @@ class BorderedModules(ModuleLayouts):
 
     Attributes:
         borders: of a value and a user, by id, between which there is one.
-        size: of the axes together.
     """
 
     borders: frozenset[tuple[Ref, str]]
-    size: int
 
-    def use(self, user: Operator, position: int) -> tuple[frozenset[int], frozenset[int]] | None:
-        """Over which dims the user may slice a value that comes replicated, and gather one that comes sliced; None at a
-        border: any."""
+    def use(self, user: Operator, position: int) -> tuple[frozenset[int], bool] | None:
+        """Over which dims the user may slice a value that comes replicated, and whether it is a view, which may take a
+        partial sum; None at a border: any."""
         ref, sharding = user.operands[position], self.shardings[user.id]
         if (ref, user.id) in self.borders:
             return None
@@ -47,22 +50,17 @@ class BorderedModules(ModuleLayouts):
         }
         own = sharding.operands[position]
         sliced = {dim for dim, factor in enumerate(own) if factor in others}
-        gathered = {dim for dim, factor in enumerate(own) if others or factor is None or not self._fits(user, factor)}
-        return frozenset(sliced), frozenset(gathered)
+        return frozenset(sliced), traits(user.op).result in KEEPING
 
     def penalty(self, given: Sequence[Layout], wanted: Sequence[Layout], use: Any) -> Seconds:
         have = np.array([self.place(layout) for layout in given])[:, None]
         want = np.array([self.place(layout) for layout in wanted])[None, :]
         if use is None:
             return np.zeros(np.broadcast_shapes(have.shape, want.shape))
-        sliced, gathered = (np.array(sorted(dims), dtype=np.int64) for dims in use)
-        taken = (have == want) | ((have == PARTIAL) & (want == REPLICATED))
-        taken |= np.isin(want, sliced) & ((have < 0) | np.isin(have, gathered))
-        taken |= (want == REPLICATED) & np.isin(have, gathered)
+        sliced, views = use
+        taken = (have == want) | ((have == PARTIAL) & (want == REPLICATED) & views)
+        taken |= np.isin(want, np.array(sorted(sliced), dtype=np.int64)) & (have == REPLICATED)
         return np.where(taken, 0.0, FORBIDDEN)
-
-    def _fits(self, operator: Operator, factor: str) -> bool:
-        return self.shardings[operator.id].fits(factor, self.size)
 
     def _brings_slices(self, ref: Ref) -> bool:
         """Buffers and constants are replicated."""

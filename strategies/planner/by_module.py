@@ -4,21 +4,22 @@ search becomes the one that these mean, so a target says all of it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from strategies.core.graph import Operator, OperatorGraph, Ref, Source
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
 from strategies.core.request import Unsliced
-from strategies.cost.bordered_modules import BorderedModules
+from strategies.cost.bordered_modules import KEEPING, BorderedModules
 from strategies.cost.styled_modules import ModuleLayouts, StyledModules
-from strategies.planner.boundaries import Boundary, borders, boundaries
+from strategies.planner.boundaries import Boundary, borders, boundaries, operators_inside
 from strategies.planner.declared_layouts import Declared, declared_plan, operand_layouts
 from strategies.planner.module_styles import axes_of, declared, tp_plan_of
 from strategies.rules import rule_of
 from strategies.rules.packed import unsliced_dims
 from strategies.rules.sharding import Sharding
+from strategies.rules.traits import traits
 
 ROWS, MODULES = "dp", "tp"
 """The axes of a mesh: those that slice the rows of a batch have any other name than that which slices modules."""
@@ -62,7 +63,7 @@ def sliced_modules(
     plan = declared_plan(graph, Declared(mesh, inputs, {}))
     rows = {operator.id: plan.operators[operator.name].assignment for operator in graph.operators}
     if styles is None:
-        return BorderedModules(graph, shardings, frozenset(axes), rows, borders(graph), mesh.product(axes))
+        return BorderedModules(graph, shardings, frozenset(axes), rows, borders(graph))
     return StyledModules(graph, shardings, frozenset(axes), rows, styles)
 
 
@@ -82,10 +83,75 @@ def violated(graph: OperatorGraph, plan: Plan, styles: Collection[str]) -> Itera
     yield from modules.violated(chosen, handed)
 
 
+@dataclass(frozen=True)
+class Undecided:
+    """An operand that an operator takes otherwise than it comes.
+
+    Attributes:
+        comes, taken: its layouts.
+    """
+
+    operator: Operator
+    ref: Ref
+    comes: Layout
+    taken: Layout
+
+
+@dataclass(frozen=True)
+class BetweenBorders:
+    """What DTensor does where no border of a module says it.
+
+    Attributes:
+        undecided: where slices are gathered or moved, or partial sums come to what is no view: DTensor decides that by
+            its own costs, and reduces partial sums as late as it can.
+        unknown: the values behind these, up to the next border.
+        made: the layouts of values as they are computed, of views of partial sums, too.
+    """
+
+    undecided: Sequence[Undecided]
+    unknown: Collection[Ref]
+    made: Mapping[Ref, Layout]
+
+
+def between_borders(graph: OperatorGraph, plan: Plan, axes: Collection[str]) -> BetweenBorders:
+    """What DTensor does over these axes of a plan whose modules' borders are declared."""
+    inside = operators_inside(graph)
+    said: dict[tuple[Ref, str], Layout] = {}
+    for returns, table in enumerate(boundaries(graph, plan)):
+        for path, entry in table.items():
+            own = {one.id for one in inside[path]}
+            users = (user.id for user, _ in graph.users[entry.ref])
+            said |= {(entry.ref, user): entry.layout for user in users if (user in own) != returns}
+    found: list[Undecided] = []
+    unknown: set[Ref] = set()
+    made: dict[Ref, Layout] = {}
+    for source in graph.sources:
+        made[Ref(source.id)] = (plan.inputs if source.kind == "input" else plan.tensors)[source.name]
+    for operator in graph.operators:
+        known, partial, views = True, frozenset[str](), traits(operator.op).result in KEEPING
+        natural = rule_of(operator, graph).result_layouts(plan.operators[operator.name].assignment)
+        sliced = {axis for layout in natural for axis in layout.axes}
+        for ref, taken in zip(operator.operands, operand_layouts(operator, graph, plan), strict=True):
+            comes = said.get((ref, operator.id), made[ref])
+            summed = comes.partial & {*axes}
+            moved = {axis for dim, used in enumerate(comes.dims) for axis in used if axis not in taken.dims[dim]}
+            if ref in unknown and (ref, operator.id) not in said:
+                known = False
+            elif (summed and (summed & sliced or not views)) or moved & {*axes}:
+                known = False
+                found.append(Undecided(operator, ref, comes, taken))
+            partial |= summed
+        for index, layout in enumerate(natural):
+            made[Ref(operator.id, index)] = replace(layout, partial=layout.partial | partial) if known else layout
+            unknown |= set() if known else {Ref(operator.id, index)}
+    return BetweenBorders(found, unknown, made)
+
+
 def beyond_borders(graph: OperatorGraph, plan: Plan, unsliced: Unsliced) -> Iterator[str]:
     """The parameters of a plan that another axis than `tp` slices; and the operators that take an operand otherwise
-    than borders mean, or in slices along dims that are `unsliced`."""
+    than borders mean or where DTensor decides, or in slices along dims that are `unsliced`."""
     yield from (source.name for source in graph.of_kind("parameter") if {*plan.tensors[source.name].axes} - {MODULES})
+    yield from (one.operator.name for one in between_borders(graph, plan, {MODULES}).undecided)
     again = by_borders(graph, plan)
     for operator in graph.operators:
         taken, said = (operand_layouts(operator, graph, one) for one in (plan, again))

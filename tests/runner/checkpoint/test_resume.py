@@ -198,7 +198,7 @@ def test_from_a_path(start, uninterrupted, tmp_path):
 
 
 OTHERS = [
-    (("optimizer.args.lr=0.5",), "optimizer.args.lr was 0.01 and is now 0.5"),
+    (("optimizer.args.lr=0.5",), "optimizer.args.lr was null and is now 0.5"),
     (("optimizer.target=torch.optim.Adam",), "optimizer.target was"),
     (
         ("model.args.hidden=32",),

@@ -119,6 +119,15 @@ def test_a_server_that_hangs_in_an_update_is_replaced(start, capfd, consistency)
 
 
 @pytest.mark.slow
+def test_both_holders_of_a_shard_are_killed(start):
+    """The broken connection by which a server hears of the other's end is no cause."""
+    kills = f"launch.faults=[{kill(1, 3, 'optimizer')}, {kill(2, 3, 'optimizer')}]"
+    with pytest.raises(RunFailed, match="the last copy of shard") as caught:
+        start(*SERVED, REPLICAS, kills, PATIENCE)
+    assert caught.value.code == "MW711"
+
+
+@pytest.mark.slow
 def test_a_server_is_killed_after_another_is_back(start):
     """Workers may still report that the first one was down, when the second has its replica anew."""
     words = "parallel.server.consistency=async train.steps=120 launch.timeout=4".split()
