@@ -32,6 +32,38 @@ def imported(file: Path) -> ModuleType:
     return module
 
 
+class Weighed(nn.Module):
+    """Experts in one parameter, whose results are added up behind the module's last product."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(experts, width, 2 * width) / 4)
+        self.down = nn.Parameter(torch.randn(experts, 2 * width, width) / 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        hidden = functional.silu(torch.einsum("nd,edf->enf", rows, self.up))
+        each = torch.einsum("enf,efd->end", hidden, self.down)
+        return torch.einsum("end,ne->nd", each, self.router(rows).softmax(-1)).reshape(x.shape)
+
+
+class DenseExperts(nn.Module):
+    """Every expert computes on every row, those of a list and those of one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head, self.router = nn.Embedding(TOKENS, 16), nn.Linear(16, TOKENS), nn.Linear(16, 2)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2))
+        self.norm, self.weighed = nn.LayerNorm(16), Weighed(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.tokens(x)
+        gates = self.router(h).softmax(-1)
+        h = h + sum(gates[..., number : number + 1] * expert(h) for number, expert in enumerate(self.experts))
+        return self.head(h + self.weighed(self.norm(h)))  # type: ignore[no-any-return]
+
+
 def built(model: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     """A small model in fp32, and its batches (input, classes or numbers) of two steps. Some targets of the first rows
     are ignored, so that ranks count other numbers of them."""
@@ -50,6 +82,8 @@ def built(model: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
         return Bert(), batches
     if model == "moe":
         return Experts(), batches
+    if model == "dense":
+        return DenseExperts(), batches
     if model == "fused":
         return fused(torch.float32), batches
     if model == "gpt2":
