@@ -20,10 +20,6 @@ from strategies.memory.estimate import parameter_bytes
 from strategies.planner.declared_layouts import operand_layouts
 from strategies.resharding.path import resharding_path
 
-NEGLIGIBLE = 0.01
-"""The part of what a rank keeps under ZeRO that a target may keep in addition: norms that the axis of modules does not
-slice have more replicas in a plan than FSDP beside tensor parallelism slices."""
-
 
 @dataclass(frozen=True)
 class Change:
@@ -63,26 +59,22 @@ def sent(kind: str, name: str, planned: Layout, exported: Layout, spec: TensorSp
 
 
 def of_optimizer(prepared: Prepared, stages: Collection[int], axes: Collection[str]) -> Iterator[Change]:
-    """What ZeRO slices over all replicas of a parameter, and a target only at these stages and along these axes, where
-    a rank keeps more than 1 % more by that."""
+    """What ZeRO slices over replicas, where a target slices nothing: it has other stages alone, or no rank along the
+    `axes` over which it does so. Along some of them, what the other axes leave replicated (norms under tensor
+    parallelism) has more copies there, which is not listed."""
     stage, plan, graph = prepared.config.parallel.zero.known, prepared.plan, prepared.graph
     assert plan is not None and graph is not None
+    if stage in stages and plan.mesh.product(axes) > 1:
+        return
     states = need_of(prepared.config.optimizer).kept / MASTER
-    problem = Problem(graph, plan.mesh, {}, {}, {}, {}, stage, states)
-    covered = [axis for axis in axes if stage in stages]
-
-    def kept(over: Collection[str] | None) -> float:
-        return sum(
-            plan.tensors[source.name].local_elements(source.spec.shape, plan.mesh)
-            * parameter_bytes(problem, plan.tensors[source.name], Ref(source.id), over)
-            for source in graph.of_kind("parameter")
-            if source.trainable
-        )
-
-    ours, theirs = kept(None), kept(covered)
-    if theirs > (1 + NEGLIGIBLE) * ours:
-        exported = f"sliced over {', '.join(covered)} alone" if covered else "on every replica"
-        yield Change("optimizer", f"ZeRO stage {stage}", "sliced over replicas", exported, int(theirs - ours), 0.0)
+    without, here = (Problem(graph, plan.mesh, {}, {}, {}, {}, one, states) for one in (0, stage))
+    more = 0.0
+    for source in graph.of_kind("parameter"):
+        layout, ref = plan.tensors[source.name], Ref(source.id)
+        kept = parameter_bytes(without, layout, ref) - parameter_bytes(here, layout, ref)
+        more += kept * layout.local_elements(source.spec.shape, plan.mesh) if source.trainable else 0.0
+    if more:
+        yield Change("optimizer", f"ZeRO stage {stage}", "sliced over replicas", "on every replica", int(more), 0.0)
 
 
 def between(prepared: Prepared, exported: Plan) -> Iterator[Change]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -32,11 +32,10 @@ from strategies.rules.sharding import Assignment
 from strategies.rules.traits import saves_operand, traits
 
 
-def parameter_bytes(problem: Problem, layout: Layout, ref: Ref, over: Collection[str] | None = None) -> float:
-    """Bytes per element of a rank's shard that it keeps of a parameter, its gradient and its optimizer states, which
-    ZeRO slices over all of its replicas, or those along the axes `over`."""
+def parameter_bytes(problem: Problem, layout: Layout, ref: Ref) -> float:
+    """Bytes per element of a rank's shard that it keeps of a parameter, its gradient and its optimizer states."""
     spec = problem.graph.specs[ref]
-    replicas = problem.mesh.product(axis for axis in layout.replica_axes(problem.mesh) if over is None or axis in over)
+    replicas = problem.mesh.product(layout.replica_axes(problem.mesh))
     shards = [replicas if problem.stage >= stage else 1 for stage in (3, 2, 1)]
     if ref not in problem.graph.trained:
         return spec.item_bytes / shards[0]

@@ -653,6 +653,21 @@ def test_fused_weights_of_several_sizes_train_as_one_device(
     assert max(worst.values()) < 1e-5, worst
 
 
+@pytest.mark.parametrize(("mesh", "stage"), [({"dp": 4, "tp": 1}, 1), ({"dp": 4, "tp": 1}, 2), ({"tp": 4}, 3)])
+@pytest.mark.parametrize("target", ["torchtitan", "transformers"])
+def test_what_zero_slices_is_listed_where_a_target_slices_nothing(
+    target: str, mesh: dict[str, int], stage: int
+) -> None:
+    """With the bytes that it keeps in addition: of a layer that no axis slices, its gradient and its states."""
+    module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    options: dict[str, Any] = {"loss": nn.MSELoss(), "mesh": mesh, "optimizer": torch.optim.AdamW}
+    styles, batch = {"0": "colwise_gather_output"}, (torch.randn(8, 64), torch.randn(8, 64))
+    plans = [meshwright.from_tp_plan(styles, module, batch, zero=one, **options) for one in (0, stage)]
+    kept = [sum(one.content["memory"][part] for part in ("parameters", "gradients", "optimizer")) for one in plans]
+    (change,) = [one for one in plans[1].expressible(target) if one.kind == "optimizer"]
+    assert change.bytes == pytest.approx(kept[0] - kept[1], rel=0.05)
+
+
 def test_a_plan_for_torch_is_the_best_that_torch_can_say() -> None:
     with torch.device("meta"):
         module = nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.ReLU(), nn.Conv2d(5, 3, 3, padding=1))
