@@ -77,6 +77,13 @@ def of_optimizer(prepared: Prepared, stages: Collection[int], axes: Collection[s
         yield Change("optimizer", f"ZeRO stage {stage}", "sliced over replicas", "on every replica", int(more), 0.0)
 
 
+def _same(one: Layout, other: Layout, mesh: Mesh) -> bool:
+    """Whether two layouts differ in axes of one rank alone."""
+    sliced = [[[axis for axis in used if mesh.sizes[axis] > 1] for used in layout.dims] for layout in (one, other)]
+    summed = [{axis for axis in layout.partial if mesh.sizes[axis] > 1} for layout in (one, other)]
+    return sliced[0] == sliced[1] and summed[0] == summed[1]
+
+
 def between(prepared: Prepared, exported: Plan) -> Iterator[Change]:
     """The parameters, batch entries and operators of a plan that another one on the same mesh lays out otherwise."""
     graph, plan = prepared.graph, prepared.plan
@@ -85,7 +92,7 @@ def between(prepared: Prepared, exported: Plan) -> Iterator[Change]:
     for source in graph.sources:
         ours, theirs = ((one.inputs if source.kind == "input" else one.tensors) for one in (plan, exported))
         layout, other, spec = ours[source.name], theirs[source.name], source.spec
-        if layout == other:
+        if _same(layout, other, mesh):
             continue
         if source.kind == "input":
             yield sent("input", source.name, layout, other, spec, mesh, cluster)
@@ -95,5 +102,5 @@ def between(prepared: Prepared, exported: Plan) -> Iterator[Change]:
     for operator in graph.operators:
         pair = (operand_layouts(operator, graph, one) for one in (plan, exported))
         for ref, layout, other in zip(operator.operands, *pair, strict=True):
-            if layout != other:
+            if not _same(layout, other, mesh):
                 yield sent("operator", operator.name, layout, other, graph.specs[ref], mesh, cluster)

@@ -664,8 +664,9 @@ def test_what_zero_slices_is_listed_where_a_target_slices_nothing(
     styles, batch = {"0": "colwise_gather_output"}, (torch.randn(8, 64), torch.randn(8, 64))
     plans = [meshwright.from_tp_plan(styles, module, batch, zero=one, **options) for one in (0, stage)]
     kept = [sum(one.content["memory"][part] for part in ("parameters", "gradients", "optimizer")) for one in plans]
-    (change,) = [one for one in plans[1].expressible(target) if one.kind == "optimizer"]
-    assert change.bytes == pytest.approx(kept[0] - kept[1], rel=0.05)
+    assert plans[0].expressible(target) == []
+    (change,) = plans[1].expressible(target)
+    assert change.kind == "optimizer" and change.bytes == pytest.approx(kept[0] - kept[1], rel=0.05)
 
 
 def test_a_plan_for_torch_is_the_best_that_torch_can_say() -> None:
