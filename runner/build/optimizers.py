@@ -24,10 +24,12 @@ from torch.optim import Optimizer as TorchOptimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from runner.build.targets import call, describe, nested, resolve
+from runner.checkpoint.content import serialised
 from runner.config.schema import Optimizer, Scheduler
 from runner.errors import ConfigError
 from strategies.core.errors import closest
 from strategies.optimizer.bytes_per_element import Need, needed
+from strategies.optimizer.state import groups_of
 from strategies.optimizer.updates import OptimizerFactory, check_kind
 
 WORDS = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string", type(None): "null"}
@@ -176,6 +178,22 @@ def need_of(config: Optimizer) -> Need:
         return needed(make, torch.float32)
     except Exception as error:  # whatever a step raises
         raise ConfigError("MW323", f"optimizer: {config.target} fails in a step: {describe(error)}.") from error
+
+
+def check_storable(make: OptimizerFactory) -> None:
+    """Raises ConfigError where a checkpoint cannot hold the state that an optimizer has after a step."""
+    groups = _probe()
+    optimizer = make(groups)
+    if type(optimizer).__module__.startswith("torch."):
+        return
+    (parameter,) = groups[0]["params"]
+    parameter.grad = torch.ones_like(parameter)
+    try:
+        optimizer.step()
+    except Exception:  # whatever it has against such a parameter: one of the model may be as it wants them
+        return
+    states = [dict(state) for state in optimizer.state.values()]
+    serialised({"groups": groups_of(optimizer, [["parameter"]]), "states": states})
 
 
 def check_scheduler(config: Scheduler, optimizer: TorchOptimizer, evaluates: bool = True, steps: int = 1) -> None:

@@ -10,6 +10,7 @@ import copy
 import io
 import math
 import pickle
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -198,9 +199,10 @@ def _storable() -> Iterator[None]:
     try:
         yield
     except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
-        line = next((line.strip() for line in str(error).splitlines() if "global" in line), str(error))[:200]
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))  # as torch names what it refuses to load
+        what = f"a {found[1]}" if found else str(error).partition("\n")[0][:200]
         raise ConfigError(
             "MW609",
             "The optimizer, its scheduler or a callback keeps something in its state that a checkpoint cannot hold; "
-            f"it can hold numbers, strings, lists, dicts and tensors ({line}).",
+            f"it can hold numbers, strings, lists, dicts and tensors ({what}).",
         ) from error

@@ -203,7 +203,10 @@ def _run_job(composed: DictConfig) -> float | None:
     try:
         checked = config.load(composed, Origins(overrides))
         with occupying(checked, run_dir, _recipe()):
-            return alone(checked, run_dir)
+            value = alone(checked, run_dir)
+            if checked.job.name == "train":
+                (run_dir / ERROR_FILE).unlink(missing_ok=True)  # of a run before it in this folder
+            return value
     except Stopped as stopped:
         again = words.again(CheckConfig.typed, "hydra.run.dir", run_dir)
         _leave((f"{stopped}{f' It goes on with: {again}' if stopped.saved else ''}",), 128 + stopped.number)

@@ -75,6 +75,7 @@ from strategies.lowering.pipeline import Stage
 from strategies.lowering.pipeline_schedule import Owners, Schedule, as_text, owners_of
 from strategies.memory.repeated_blocks import Traces
 from strategies.optimizer.elementwise import check_elementwise, flattened
+from strategies.optimizer.state import check_goes_on
 from strategies.optimizer.updates import check_kind
 from strategies.planner.planner import follow
 from strategies.planner.step_certificate import with_cost
@@ -632,6 +633,10 @@ def check_model(config: Config, step: Objective, order: Order | None = None) -> 
     factory = optimizers.optimizer_factory(config.optimizer)
     if groups:
         made = factory(groups)
+        if config.checkpoint.every or config.checkpoint.at_end:
+            optimizers.check_storable(factory)
+        if config.launch.max_restarts:
+            check_goes_on(made)
         if config.parallel.mode not in ("stand_alone", "hybrid"):
             check_kind(made)
         stage = config.parallel.zero.known

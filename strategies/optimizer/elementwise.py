@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from strategies.core.errors import StrategyError
 from strategies.core.program import Program
+from strategies.optimizer.state import check_states
 from strategies.optimizer.updates import BY_SHAPE, Groups, OptimizerFactory, check_kind, kind_of
 
 SMALL, LARGEST, LONGEST = (2, 8), 2**14, 256
@@ -71,6 +73,9 @@ def check_elementwise(
         optimizer = _made(factory, options, device)
         kind = kind_of(optimizer, BY_SHAPE)
         tried = _tried(shapes[name] for name in group["names"] if name in shapes)
+        if type(optimizer) not in ELEMENTWISE:
+            ones = [torch.ones(SMALL, device=device)]
+            check_states(_stepped(factory, options, ones, [ones])[0])
         if type(optimizer) in ELEMENTWISE or (
             not kind and all(is_elementwise(factory, options, device, shape, flat=flat) for shape in tried)
         ):
@@ -206,13 +211,22 @@ def _updated(
     gradients: Sequence[Sequence[Tensor]],
 ) -> list[Tensor]:
     """What the parameters `values` of one group are after a step with each of the gradients."""
+    return [parameter.detach() for parameter in _stepped(factory, options, values, gradients)[1]]
+
+
+def _stepped(
+    factory: OptimizerFactory,
+    options: Mapping[str, Any],
+    values: Sequence[Tensor],
+    gradients: Sequence[Sequence[Tensor]],
+) -> tuple[Optimizer, list[nn.Parameter]]:
     parameters = [nn.Parameter(value.clone()) for value in values]
     optimizer = factory([{"params": parameters, **options}])
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.clone()
         optimizer.step()
-    return [parameter.detach() for parameter in parameters]
+    return optimizer, parameters
 
 
 def _made(factory: OptimizerFactory, options: Mapping[str, Any], device: torch.device) -> torch.optim.Optimizer:

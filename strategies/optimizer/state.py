@@ -7,6 +7,7 @@ the same on all ranks that hold the parameter.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from strategies.core.errors import StrategyError
 from strategies.optimizer.kernels import CHOICES, counts_on_device
@@ -70,11 +72,38 @@ def groups_of(optimizer: Optimizer, members: Sequence[Sequence[str]]) -> list[di
 
 
 def set_groups(optimizer: Optimizer, members: Sequence[Sequence[str]], plain: OptimizerScalars) -> None:
-    """Take over the options, by name; those that this optimizer does not have are left out."""
+    """Take over the options, by name, also those that a step adds to its group, such as the number of steps. Raises
+    StrategyError as `check_goes_on`."""
+    check_goes_on(optimizer)
     for group, names in zip(optimizer.param_groups, members, strict=True):
         for key, value in (plain.find(names) or {}).items():
-            if key in group and key not in OWN | CHOICES:
-                group[key] = value
+            if key not in OWN | CHOICES:
+                group[key] = copy.deepcopy(value)
+
+
+def check_goes_on(optimizer: Optimizer) -> None:
+    """Raises StrategyError for an optimizer that keeps something beside states and groups."""
+    if beside := sorted(optimizer.state_dict().keys() - {"state", "param_groups"}):
+        raise StrategyError(
+            "MW609",
+            f"{type(optimizer).__name__} keeps {', '.join(map(str, beside))} in its own state_dict, which no "
+            "checkpoint holds, so no run can go on with it. Keep it in the state of parameters or in `param_groups`, "
+            "or begin with the weights alone (model.weights).",
+        )
+
+
+def check_states(optimizer: Optimizer) -> None:
+    """Raises StrategyError where tensors are in containers of the states that an optimizer has after a step."""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if not isinstance(value, Tensor) and any(isinstance(one, Tensor) for one in tree_leaves(value)):
+                raise StrategyError(
+                    "MW609",
+                    f"{type(optimizer).__name__} keeps tensors in a {type(value).__name__}, {key!r} of its states, so "
+                    "nobody knows to which elements of a sliced parameter they belong. Keep each of them as a state, "
+                    "use an elementwise optimizer such as torch.optim.AdamW, or parallel=data_parallel with "
+                    "parallel.zero.stage=0.",
+                )
 
 
 def check_shape(optimizer: Optimizer, state: str, value: Tensor, name: str, known: bool) -> None:

@@ -5,6 +5,7 @@ A separate module, because ranks import everything by its dotted name.
 
 from __future__ import annotations
 
+import collections
 import os
 import random
 import signal
@@ -107,6 +108,31 @@ class Langevin(torch.optim.SGD):
             for weight in group["params"]:
                 weight += 1e-3 * torch.randn_like(weight)
         return loss
+
+
+class Slowing(torch.optim.SGD):
+    """Counts steps where `kind` says: in its groups, once it has made one ("group"), in a dict of every state ("dict"),
+    in its state_dict ("beside"), or in what no checkpoint holds ("deque")."""
+
+    def __init__(self, params: Any, lr: float = 0.1, kind: str = "group") -> None:
+        super().__init__(params, lr=lr)
+        self.kind, self.steps = kind, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | ({"steps": self.steps} if self.kind == "beside" else {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1 if self.kind == "group" else 1
+            for weight in group["params"]:
+                state = self.state[weight]
+                if self.kind == "dict":
+                    state.setdefault("steps", {"count": torch.zeros(())})["count"] += 1
+                if self.kind == "deque":
+                    state["steps"] = collections.deque([1])
+                weight.sub_(weight.grad, alpha=group["lr"] / group["steps"])
 
 
 class ScheduleFree(torch.optim.SGD):

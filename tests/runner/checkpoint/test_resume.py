@@ -243,6 +243,24 @@ def test_more_steps_than_configured_are_refused(start, started, steps, resume):
         start(*SMALL, *LONG, *KINDS["stage 0"], *overrides, folder="run")
 
 
+@pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_options_that_a_step_adds_to_its_groups_go_on(start, stage):
+    words = (*SMALL, *MODES["data_parallel"], "optimizer={target: networks.Slowing}", "checkpoint.every=3")
+    words += (f"parallel.zero.stage={stage}",)
+    every = start(*words, folder="all")
+    rest = start(*words, f"train.resume={every.folder}/checkpoints/step-00000003", folder="rest")
+    assert rest.losses == every.losses[3:] and len(rest.losses) == 3
+
+
+def test_an_optimizer_that_keeps_more_than_states_and_groups_does_not_go_on(start):
+    words = (*SMALL, *MODES["data_parallel"], "checkpoint.every=3", "train.steps=3")
+    words += ("optimizer={target: networks.Slowing, args: {kind: beside}}",)
+    ended = start(*words, folder="all")
+    with pytest.raises(StrategyError) as refused:
+        start(*words, "train.steps=6", f"train.resume={ended.folder}/checkpoints/step-00000003", folder="rest")
+    assert refused.value.code == "MW609"
+
+
 @pytest.mark.slow
 def test_the_command_keeps_the_folder_of_a_run_that_it_refuses_to_continue(command, tmp_path):
     words = (*SMALL, *MODES["data_parallel"], "checkpoint.at_end=true", "train.steps=2", "hydra.run.dir=out")

@@ -19,6 +19,7 @@ QUICK = ("+recipe=quickstart",)
 DIGITS = ("+recipe=ffn_auto", "train.steps=1")
 CUBE = ("+recipe=advanced_layout",)
 PARALLEL = (*SMALL, *MODES["data_parallel"])
+SLOWING = (*PARALLEL, "optimizer.target=networks.Slowing")
 SEMI = (*SMALL, *MODES["semi_auto"])
 AXES = "parallel.layouts={{a: {{device_matrix: {a}, axes: {x}}}, b: {{device_matrix: {b}, axes: {y}}}}}"
 
@@ -74,6 +75,9 @@ BAD = [
     ((*PARALLEL, "parallel.zero={stage: 1, options: {reduce_scatter: false}}"), "it must stay true"),
     ((*PARALLEL, "parallel.zero.stage=2", "optimizer.target=torch.optim.LBFGS"), "LBFGS cannot be used here"),
     ((*PARALLEL, "optimizer.target=networks.ScheduleFree"), "train.callbacks=[ema]"),
+    ((*SLOWING, "optimizer.args.kind=dict", "parallel.zero.stage=1"), "Slowing keeps tensors in a dict, 'steps'"),
+    ((*SLOWING, "optimizer.args.kind=beside", "launch.max_restarts=1"), "Slowing keeps steps in its own state_dict"),
+    ((*SLOWING, "optimizer.args.kind=deque"), "numbers, strings, lists, dicts and tensors (a collections.deque)"),
     # devices and batch
     ((*PARALLEL, "device=cuda"), "device = cuda needs 4 GPUs (world_size), but this machine has"),
     ((*PARALLEL, "data.batch_size=18"), "a micro-batch has 18 samples (data.batch_size / train.accumulate)"),
