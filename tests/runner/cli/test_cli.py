@@ -447,6 +447,18 @@ def test_failed_run_exits_1_and_keeps_its_folder(command, job, left):
     assert {path.name for path in left()} >= {"config.json", "error.txt"}
 
 
+def test_the_error_of_an_earlier_run_goes_when_training_has_succeeded(command, job, tmp_path):
+    def fail(config, run_dir):
+        raise RunFailed("MW711", "rank 3 was killed.")
+
+    job(fail)
+    assert command(QUICK, "hydra.run.dir=out").code == 1
+    assert (tmp_path / "out" / "error.txt").exists()
+    job(lambda config, run_dir: 1.0)
+    assert command(QUICK, "hydra.run.dir=out").code == 0
+    assert not (tmp_path / "out" / "error.txt").exists()
+
+
 def test_unexpected_error_is_one_paragraph_with_its_traceback_in_a_file(command, job, tmp_path):
     def crash(config, run_dir):
         raise KeyError("no such thing")
