@@ -190,7 +190,7 @@ def check_storable(make: OptimizerFactory) -> None:
     parameter.grad = torch.ones_like(parameter)
     try:
         optimizer.step()
-    except Exception:  # whatever it has against such a parameter: one of the model may be as it wants them
+    except Exception:  # it may refuse a parameter of one element, and take those of the model
         return
     states = [dict(state) for state in optimizer.state.values()]
     serialised({"groups": groups_of(optimizer, [["parameter"]]), "states": states})

@@ -194,7 +194,7 @@ def _configs(graph: OperatorGraph, plan: Plan, roles: Roles) -> Iterator[tuple[s
             taken[path] = roles.typed(entry.layout, _summed(entry.ref, inside[path], graph, plan, roles))
             if not graph.specs[entry.ref].floating:
                 taken[path] = source = Typed(taken[path].layout, frozenset(ROLES))
-            if source is not None:  # else DTensor knows
+            if source is not None:  # otherwise the placements that DTensor has chosen stand
                 fields.append(f'in_src_shardings={{"input": {_text(source)}}}')
             fields.append(f'in_dst_shardings={{"input": {_text(taken[path])}}}')
         if (entry := returned.get(path)) is not None:
@@ -241,7 +241,7 @@ def _arriving(
     roles: Roles,
 ) -> Typed | None:
     """How the value that a module receives comes: as the innermost module around it has taken it, else as the outermost
-    that made it has returned it. None where nobody knows."""
+    that made it has returned it. None where DTensor decides it."""
     around = [name for name in taken if path.startswith(f"{name}.") and received[name].ref == entry.ref]
     if around:
         return taken[max(around, key=len)]

@@ -208,7 +208,7 @@ class StyledModules(ModuleLayouts):
     def gathered(self, operator: Operator, sliced: Integers, axes: Sequence[str]) -> tuple[Booleans, Booleans]:
         """Which candidates of an operator may hand on their result as it is made, and which gathered over the axes."""
         none, layer, sharding = np.zeros(len(sliced), dtype=bool), self._layer(operator), self.shardings[operator.id]
-        factor = None if layer is None else sharding.results[0][-1]
+        factor = None if layer is None else next(reversed(sharding.results[0]), None)
         if factor is None or not (own := [place for place, axis in enumerate(axes) if axis in self.axes]):
             return ~none, none
         assert layer is not None
@@ -283,8 +283,8 @@ class StyledModules(ModuleLayouts):
 
     def _at_borders(self, operator: Operator, dim: int) -> bool:
         """Whether slices of a weight along `dim` mean the same where styles act on what the module receives and
-        returns: partial sums may be scaled before they are added up, but for a bias, and a table's columns must be what
-        it returns. AutoTP replaces a module by the layer alone."""
+        returns: partial sums may be scaled before they are reduced, but for a bias, and a table's columns must be what
+        the module returns. AutoTP replaces a module by the layer alone."""
         if "packed_colwise" not in self.styles:
             return self._computing[operator.module] == {operator.op}
         if (operator.op == "linear") == (dim == 0):

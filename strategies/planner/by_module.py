@@ -104,7 +104,7 @@ class BetweenBorders:
     Attributes:
         undecided: where slices are gathered or moved, or partial sums come to what is no view: DTensor decides that by
             its own costs, and reduces partial sums as late as it can.
-        unknown: the values behind these, up to the next border.
+        unknown: values computed from these, up to the next border, whose layouts are therefore open.
         made: the layouts of values as they are computed, of views of partial sums, too.
     """
 

@@ -772,6 +772,20 @@ def test_what_modules_compute_with_their_results_counts_for_styles() -> None:
     assert {name for name, one in parameters if one["local_shape"] != one["shape"]} == {"down.weight", "down.bias"}
 
 
+class Total(nn.Linear):
+    """Returns a number."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).sum()
+
+
+@pytest.mark.parametrize("target", ["transformers", "deepspeed", "torchtitan"])
+def test_a_module_that_returns_a_number_is_planned(target: str) -> None:
+    module = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), Total(16, 16))
+    plan = meshwright.plan(module, (torch.randn(8, 16),), mesh={"tp": 2}, for_target=target, plan_cache=None)
+    assert plan.expressible(target) == []
+
+
 class Stream(nn.Module):
     """A residual stream: a linear layer may take slices of it, an addition must take it as it comes."""
 
