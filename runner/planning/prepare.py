@@ -635,7 +635,7 @@ def check_model(config: Config, step: Objective, order: Order | None = None) -> 
         made = factory(groups)
         if config.checkpoint.every or config.checkpoint.at_end:
             optimizers.check_storable(factory)
-        if config.launch.max_restarts:
+        if config.launch.max_restarts or config.train.resume is not None:
             check_goes_on(made)
         if config.parallel.mode not in ("stand_alone", "hybrid"):
             check_kind(made)

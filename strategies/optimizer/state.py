@@ -72,9 +72,7 @@ def groups_of(optimizer: Optimizer, members: Sequence[Sequence[str]]) -> list[di
 
 
 def set_groups(optimizer: Optimizer, members: Sequence[Sequence[str]], plain: OptimizerScalars) -> None:
-    """Take over the options, by name, also those that a step adds to its group, such as the number of steps. Raises
-    StrategyError as `check_goes_on`."""
-    check_goes_on(optimizer)
+    """Take over the options, by name, also those that a step adds to its group, such as the number of steps."""
     for group, names in zip(optimizer.param_groups, members, strict=True):
         for key, value in (plain.find(names) or {}).items():
             if key not in OWN | CHOICES:
@@ -82,7 +80,7 @@ def set_groups(optimizer: Optimizer, members: Sequence[Sequence[str]], plain: Op
 
 
 def check_goes_on(optimizer: Optimizer) -> None:
-    """Raises StrategyError for an optimizer that keeps something beside states and groups."""
+    """Raises StrategyError for an optimizer, a new one, that keeps something beside states and groups."""
     if beside := sorted(optimizer.state_dict().keys() - {"state", "param_groups"}):
         raise StrategyError(
             "MW609",
