@@ -73,12 +73,11 @@ def check_elementwise(
         optimizer = _made(factory, options, device)
         kind = kind_of(optimizer, BY_SHAPE)
         tried = _tried(shapes[name] for name in group["names"] if name in shapes)
-        if type(optimizer) not in ELEMENTWISE:
+        if type(optimizer) in ELEMENTWISE:
+            continue
+        if not kind and all(is_elementwise(factory, options, device, shape, flat=flat) for shape in tried):
             ones = [torch.ones(SMALL, device=device)]
             check_states(_stepped(factory, options, ones, [ones])[0])
-        if type(optimizer) in ELEMENTWISE or (
-            not kind and all(is_elementwise(factory, options, device, shape, flat=flat) for shape in tried)
-        ):
             continue
         reason = (
             "treats every parameter as one matrix"
@@ -220,6 +219,8 @@ def _stepped(
     values: Sequence[Tensor],
     gradients: Sequence[Sequence[Tensor]],
 ) -> tuple[Optimizer, list[nn.Parameter]]:
+    """The optimizer and its parameters, of one group, which begin with `values`, after a step with each of the
+    gradients."""
     parameters = [nn.Parameter(value.clone()) for value in values]
     optimizer = factory([{"params": parameters, **options}])
     for step in gradients:

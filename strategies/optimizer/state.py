@@ -98,7 +98,7 @@ def check_states(optimizer: Optimizer) -> None:
                 raise StrategyError(
                     "MW609",
                     f"{type(optimizer).__name__} keeps tensors in a {type(value).__name__}, {key!r} of its states, so "
-                    "nobody knows to which elements of a sliced parameter they belong. Keep each of them as a state, "
+                    "it is not known to which elements of a sliced parameter they belong. Keep each as its own state, "
                     "use an elementwise optimizer such as torch.optim.AdamW, or parallel=data_parallel with "
                     "parallel.zero.stage=0.",
                 )

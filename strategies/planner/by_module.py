@@ -102,10 +102,10 @@ class BetweenBorders:
     """What DTensor does where no border of a module says it.
 
     Attributes:
-        undecided: where slices are gathered or moved, or partial sums come to what is no view: DTensor decides that by
-            its own costs, and reduces partial sums as late as it can.
+        undecided: where slices are gathered or moved, or partial sums reach an operator that is not a view: DTensor
+            decides that by its own costs, and reduces partial sums as late as it can.
         unknown: values computed from these, up to the next border, whose layouts are therefore open.
-        made: the layouts of values as they are computed, of views of partial sums, too.
+        made: the layout in which each value is computed; views of partial sums are partial sums.
     """
 
     undecided: Sequence[Undecided]
