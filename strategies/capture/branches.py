@@ -77,16 +77,45 @@ EXITS = torch.amp.autocast_mode._exit_autocast
 AUTOCAST = frozenset({torch.amp.autocast_mode._enter_autocast, EXITS})
 
 
+OTHERWISE = (
+    "Use torch.where, a Python number or an unsaved buffer (persistent=False) for a constant, or decide in a child "
+    "module or the loss (loss.target): what takes and returns tensors of fixed shapes is one operator"
+)
+REFUSED = (
+    f"all sides of a branch (at most {MOST_PATHS} paths) must return tensors of equal shapes, draw no random numbers, "
+    f"change tensors alone and train the same parameters. {OTHERWISE}"
+)
+DRAWING = (
+    "one side draws random numbers, as a dropout does, so a device that takes another side would number later draws "
+    "otherwise. Draw before the branch, or compute both sides and choose: x = torch.where(keep, layer(x), x)"
+)
+TRAINING = (
+    "one side alone trains some of the parameters, as where a layer is dropped at random, and torch leaves these "
+    "without gradients in other steps. Compute both sides and choose, x = torch.where(keep, layer(x), x), or set the "
+    "rate at which layers are dropped to 0 (layerdrop=0.0)"
+)
+STATISTICAL = (
+    "one side alone writes the running statistics of a norm. Call the norm on both, and choose: "
+    "x = torch.where(keep, norm(x), x)"
+)
+RESULTS = f"its sides return or assign tensors of different shapes or dtypes, or different Python values. {OTHERWISE}"
+PATHS = f"its branches have more than {MOST_PATHS} paths. {OTHERWISE}"
+
+
 class NotChosen(BaseException):
     """Modules of this class cannot be captured with both sides. Not an Exception, which a forward may handle."""
 
-    def __init__(self, owner: type) -> None:
+    def __init__(self, owner: type, why: str) -> None:
         super().__init__(owner)
-        self.owner = owner
+        self.owner, self.why = owner, why
 
 
 class _Different(Exception):
     """Two paths differ in what no operator chooses."""
+
+    def __init__(self, why: str = REFUSED) -> None:
+        super().__init__(why)
+        self.why = why
 
 
 class Branches:
@@ -99,6 +128,8 @@ class Branches:
         self.running: list[_Path] = []
         self.selections = Selections()
         """What masks have selected on the way."""
+        self.why = REFUSED
+        """Why the last of `refused` is there, and what would be right."""
 
     def choose(self, modules: Sequence[nn.Module]) -> bool:
         """Choose the class of the first of these modules, which branches, unless it was tried."""
@@ -108,9 +139,10 @@ class Branches:
         self.chosen.add(owner)
         return True
 
-    def refuse(self, owner: type) -> None:
+    def refuse(self, owner: type, why: str = REFUSED) -> None:
         self.chosen.discard(owner)
         self.refused.add(owner)
+        self.why = why
 
     def refuse_others(self, exported: torch.export.ExportedProgram, training: bool) -> bool:
         """Refuse the classes of which an exported graph has what the module does not do; whether there are any: in
@@ -120,17 +152,17 @@ class Branches:
         nodes = list(exported.graph.nodes) if self.chosen else []
         choices = (node for node in nodes if CHOICE in node.meta)
         wrong = [choice for choice in choices if _shows_writes(choice, nodes[nodes.index(choice) + 1 :])]
-        paths = _gradient_paths(nodes) if training else {}
+        paths, trains = _gradient_paths(nodes) if training else {}, False
         for node in paths:
             name = parameters.get(node.name)
             if name is not None and self.root.get_parameter(name).requires_grad:
                 if paths[node] and not _holds_one(paths[node]):  # torch leaves it without a gradient then
-                    truths = {truth for path in paths[node] for truth, _ in path}
+                    truths, trains = {truth for path in paths[node] for truth, _ in path}, True
                     wrong += (one for one in nodes if {GATE, CHOICE} & one.meta.keys() and one.args[0] in truths)
         stacks = (node.meta.get("nn_module_stack", {}).values() for node in wrong)
         found = {type(modules[path]) for stack in stacks for path, _ in stack} & self.chosen
         for owner in found:
-            self.refuse(owner)
+            self.refuse(owner, TRAINING if trains else REFUSED)
         return bool(found)
 
     @contextmanager
@@ -164,7 +196,7 @@ class Branches:
             try:
                 return self._traced(module, forward, (args, kwargs), tracing.tracer)
             except _Different as error:
-                raise NotChosen(self.known[id(vars(module))]) from error
+                raise NotChosen(self.known[id(vars(module))], error.why) from error
 
         return call
 
@@ -180,7 +212,11 @@ class Branches:
             try:
                 args, kwargs = tree_unflatten(arguments, structure)  # of its own lists and dicts
                 returned = forward(module, *args, **kwargs)
-            except (GuardOnDataDependentSymNode, StrategyError):  # of a module that is to be chosen itself, or refused
+            except (
+                _Different,
+                GuardOnDataDependentSymNode,
+                StrategyError,
+            ):  # of a module that is to be chosen itself, or refused
                 raise
             except Exception as error:
                 if path.predicates:
@@ -200,7 +236,7 @@ class Branches:
             if not answers:
                 break
             if len(paths) == MOST_PATHS:
-                raise _Different
+                raise _Different(PATHS)
             answers[-1] = False
             before.restore()
             self.selections.restore(selected)
@@ -253,9 +289,9 @@ class _Attributes:
             for name in {**before, **table}
             if name not in INTERNAL and table.get(name) is not before.get(name)
         }
-        for (path, name, place), value in changed(self.state.values, PythonState(self.root).values).items():
+        for (path, _, place), value in changed(self.state.values, PythonState(self.root).values).items():
             if (place or not path) and isinstance(value, Tensor):
-                raise _Different(name)
+                raise _Different
         return found
 
     def outside(self) -> object:
@@ -290,7 +326,7 @@ class _Path:
     def answer(self, truth: Tensor) -> bool:
         node = _node(self.tracer, truth)
         if node is None or len(self.predicates) == MOST_PATHS:
-            raise _Different
+            raise _Different(REFUSED if node is None else PATHS)
         self.answers.append(self.given[len(self.predicates)] if len(self.predicates) < len(self.given) else True)
         self.predicates.append(node)
         self.gradients.append(torch.is_grad_enabled())
@@ -334,7 +370,7 @@ class _Merger:
     def result(self) -> Any:
         first, keys = self.paths[0], dict.fromkeys(key for path in self.paths for key in path.changes)
         if any(path.structure != first.structure or path.outside != first.outside for path in self.paths):
-            raise _Different
+            raise _Different(RESULTS)
         for path in self.paths:
             own = [path.changes.get(key, self.before.tables[key[0]][2].get(key[1])) for key in keys]
             path.leaves = [*path.leaves, *own]
@@ -450,11 +486,11 @@ class _Merger:
     def _guard(self, side: list[fx.Node], truth: fx.Node, taken: bool, gradients: bool) -> None:
         """Let a side that is not taken return no gradients, write nothing, and end as it began."""
         own, undone = set(side), list[tuple[fx.Node, fx.Node]]()
-        if any(map(draws, side)):  # a device that takes the other side would number its draws otherwise
-            raise _Different
+        if any(map(draws, side)):
+            raise _Different(DRAWING)
         for node in list(side):
             if op_of(node) in STATISTICS and len(node.args) > 5 and isinstance(node.args[3], fx.Node) and node.args[5]:
-                raise _Different
+                raise _Different(STATISTICAL)
             written, operands = _written(node), list[fx.Node]()
             if written is not None and not self._is_outside(written, own):
                 written = None
@@ -519,13 +555,13 @@ class _Merger:
             return yes
         one, other = (_node(self.tracer, leaf) if isinstance(leaf, Tensor) else None for leaf in (yes, no))
         if one is None or other is None:
-            raise _Different
+            raise _Different(RESULTS)
         one, other = self._now(one), self._now(other)
         if one is other and yes.requires_grad <= no.requires_grad:
             return no
         if one is not other:
             if not _choosable(one, other):
-                raise _Different
+                raise _Different(RESULTS)
             with self.graph.inserting_after((nodes or [truth])[-1]):
                 one = self._made(aten.where.self, (truth, one, other), (nodes or [truth])[-1])
             one.meta[CHOICE] = True

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from strategies.capture.causal import shorten_masks
 from strategies.capture.functional import TIED, make_functional
 from strategies.capture.nodes import AUTOGRAD_FUNCTION, OpaqueCall, at, function_target, modules_of, op_of, source_of
-from strategies.capture.numbers import resolve_numbers
+from strategies.capture.numbers import goes_on, resolve_numbers
 from strategies.capture.regions import flatten
 from strategies.core.errors import StrategyError
 from strategies.core.graph import Kind, Operator, OperatorGraph, Ref, Source, TensorSpec
@@ -190,13 +190,11 @@ class _Reader:
         multiple = isinstance(result, (tuple, list))
         values = tuple(result) if multiple else (result,)
         for value in values:
-            if not isinstance(value, Tensor) or any(isinstance(size, torch.SymInt) for size in value.shape):
-                shapeless = "a tensor whose shape depends on values"
-                what = shapeless if isinstance(value, Tensor) else f"a {type(value).__name__}, not a tensor"
-                raise StrategyError(
-                    "MW906",
-                    f"{op}{at(node)} returns {what}, so the model is not one graph of tensors with known shapes.",
-                )
+            if not isinstance(value, Tensor):
+                what = f"a {type(value).__name__}, not a tensor, so the model is not one graph of tensors"
+                raise StrategyError("MW906", f"{op}{at(node)} returns {what}.")
+            if any(isinstance(size, torch.SymInt) for size in value.shape):
+                raise goes_on(node)
         results = tuple(map(_spec, values))
         paths = _paths(node)
         given = node.args[2:] if node.target is AUTOGRAD_FUNCTION else node.args

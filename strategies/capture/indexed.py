@@ -90,8 +90,7 @@ class _Indexing(TorchFunctionMode):
             if function in LINEAR and len(args) == 2 and isinstance(args[1], (torch.SymInt, torch.SymFloat)):
                 args = args[0], self.selections.count(args[1])
             result = self.selections.through(function, args, kwargs or {})
-            if result is not NOT_KNOWN:
-                return result
+            return self.selections.stopped(function, args, kwargs or {}) if result is NOT_KNOWN else result
         return function(*args, **(kwargs or {}))
 
     def _taken(self, selected: Tensor, rest: Sequence[Any]) -> Tensor:

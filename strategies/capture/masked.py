@@ -5,10 +5,12 @@ computes the same of the complete tensor. A sum or a mean over what was selected
 zeros in place of the rest, and a mean divides by what the mask counts, in the global batch. So values and gradients are
 eager's, the NaN of an empty mean included. Unselected elements take part in nothing: a constant is in its place
 before each function, so that no infinity of it reaches the gradient of an operand that rows share. An extreme is one
-with infinities in place of the rest, which torch refuses of no elements. What Python computes from how many are
-selected (`len(x[mask]) > 0`, `loss / max(len(x[mask]), 1)`) is computed from what the mask counts.
+with infinities in place of the rest, which torch refuses of no elements. Rows that are put one behind the other are
+what the mask of all their elements selects. What Python computes from how many are selected (`len(x[mask]) > 0`,
+`loss / max(len(x[mask]), 1)`) is computed from what the mask counts.
 
 Invariant: torch's own result is traced beside it, for all that is not known here; it is dropped if nothing needs it.
+Where torch refuses to trace it without knowing how many are selected, it is what the mask selects of the complete one.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -33,6 +36,8 @@ from strategies.capture.nodes import op_of
 
 SELECTIONS: list[Selections] = []
 """Of the forwards that are traced now, the innermost last."""
+STOPS = "stops"
+"""What a node that goes on with selected elements says of itself, where it is none of a known function: its name."""
 NOT_KNOWN = object()
 """Of what a function returns for selected elements."""
 LINEAR: dict[Any, Callable[..., Tensor]] = {
@@ -47,13 +52,13 @@ ELEMENTS = MOVING | frozenset(
     """
     abs absolute acos add addcdiv addcmul and arccos arcsin arctan arctan2 asin asinh atan atan2 bitwise_and
     bitwise_not bitwise_or bitwise_xor ceil celu clamp clamp_max clamp_min clip copysign cos cosh deg2rad div divide
-    elu eq erf erfc exp exp2 expm1 fix float_power floor floor_divide fmax fmin fmod frac ge gelu greater
+    elu eq erf erfc exp exp2 expm1 fix float_power floor floor_divide fmax fmin fmod frac full_like ge gelu greater
     greater_equal gt hardshrink hardsigmoid hardswish hardtanh hypot invert isclose isfinite isinf isnan le leaky_relu
     lerp less less_equal lgamma log log10 log1p log2 log_sigmoid logaddexp logaddexp2 logical_and logical_not
     logical_or logical_xor logit logsigmoid lt masked_fill maximum minimum mish mod mul multiply nan_to_num ne
-    not_equal or pow rad2deg radd rand rdiv reciprocal relu relu6 remainder rmul ror round rpow rsqrt rsub rtruediv
-    selu sgn sigmoid sign silu sin sinc sinh softplus softshrink softsign sqrt square sub subtract tan tanh tanhshrink
-    threshold true_divide truediv trunc type_as where xlogy xor
+    not_equal ones_like or pow rad2deg radd rand rdiv reciprocal relu relu6 remainder rmul ror round rpow rsqrt rsub
+    rtruediv selu sgn sigmoid sign silu sin sinc sinh softplus softshrink softsign sqrt square sub subtract tan tanh
+    tanhshrink threshold true_divide truediv trunc type_as where xlogy xor zeros_like
     """.split()
 )
 """Functions of elements of operands that broadcast, by name without underscores."""
@@ -63,31 +68,46 @@ OVER_DIMS = dict.fromkeys(
     """
     all amax amin any argmax argmin argsort count_nonzero cummax cummin cumprod cumsum flatten flip gather glu
     log_softmax logcumsumexp logsumexp max mean median min nanmean nansum prod softmax softmin sort squeeze std sum
-    unsqueeze var
+    unflatten unsqueeze var
     """.split(),
     1,
 ) | dict.fromkeys(
     "cosine_similarity cross kthvalue linalg_cross linalg_norm linalg_vector_norm norm normalize topk".split(), 2
 )
 """Functions over the dims that an argument at a position says; of each row by itself if that is not the first."""
-OF_THE_LAST = frozenset({"argsort", "linalg_cross", "sort", "topk"})
-"""Those that take the last dim where none is said."""
+DEFAULT_DIMS = {
+    "cosine_similarity": 1,
+    "normalize": 1,
+    **dict.fromkeys(("argsort", "glu", "linalg_cross", "sort", "topk"), -1),
+}
+"""The dim that these take where none is said."""
+OVER_ALL = frozenset({"count_nonzero", "linalg_norm", "linalg_vector_norm", "mean", "norm", "prod", "sum"})
+"""Those that take all dims then."""
 PAIRS = {"cosine_similarity": 1, "cross": 1, "gather": 2, "linalg_cross": 1}
 """Where the second operand of these is, which is selected, too."""
 JOINING = {"cat": 0, "concat": 0, "concatenate": 0, "stack": 1}
 """Functions that join a list of tensors along a dim, and how many dims the result has more."""
 PARTS = {"chunk": 2, "split": 2, "tensor_split": 2, "unbind": 1}
 """Functions that return parts along the dim that an argument at a position says."""
-ROWS = frozenset("linear one_hot layer_norm rms_norm".split())
+ROWS = frozenset("cdist linear one_hot layer_norm rms_norm".split())
 """Functions of each row by itself, and of tensors that rows share."""
+PRODUCTS = frozenset({"matmul", "mm"})
+"""Likewise, where the second operand is a matrix or a vector."""
+FILLS = {
+    **dict.fromkeys(("log_softmax", "logsumexp", "softmax"), -torch.inf),
+    **dict.fromkeys(("count_nonzero", "cumsum", "linalg_norm", "linalg_vector_norm", "norm", "normalize"), 0),
+    "prod": 1,
+}
+"""What may stand for the rest where these take all that is selected."""
 LOSSES = frozenset(
     getattr(functional, name)
     for name in """
-    binary_cross_entropy binary_cross_entropy_with_logits hinge_embedding_loss huber_loss kl_div l1_loss mse_loss
-    poisson_nll_loss smooth_l1_loss soft_margin_loss
+    binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss gaussian_nll_loss hinge_embedding_loss
+    huber_loss kl_div l1_loss margin_ranking_loss mse_loss multilabel_soft_margin_loss poisson_nll_loss smooth_l1_loss
+    soft_margin_loss triplet_margin_loss
     """.split()
 )
-"""Losses of elements."""
+"""Losses of elements or rows, of which they take the sum or the mean."""
 CLASSES = (functional.cross_entropy, functional.nll_loss)
 EXTREMES = {"max": -torch.inf, "amax": -torch.inf, "topk": -torch.inf, "min": torch.inf, "amin": torch.inf}
 """Functions that take the largest or the smallest elements, and a number that is none of these."""
@@ -201,12 +221,16 @@ class Selections:
         if function is not Tensor.__getitem__:
             shape = torch.broadcast_shapes(tensor.shape, mask.shape)  # type: ignore[no-untyped-call]
             tensor, mask = tensor.expand(shape), mask if mask.shape == shape else mask.expand(shape)
-        same = (one.mask for one in self.known.values() if one.is_current and equal_masks(one.mask, mask))
-        mask = next(same, mask)  # of which torch knows how many elements it selects
+        mask = self._known(mask)
         result: Tensor = function(tensor, mask)
         if isinstance(result.shape[0], torch.SymInt):
             self._note(result, mask, tensor)
         return result
+
+    def _known(self, mask: Tensor) -> Tensor:
+        """An equal mask that was used before, of which torch knows how many elements it selects; else this one."""
+        same = (one.mask for one in self.known.values() if one.is_current and equal_masks(one.mask, mask))
+        return next(same, mask)
 
     def shorten(self, mask: Tensor, shorter: Tensor) -> None:
         """Let `shorter` select what `mask` does, of which it is the beginning."""
@@ -277,15 +301,27 @@ class Selections:
         name = getattr(function, "__name__", "")
         name = "" if name.endswith("_") and not name.endswith("__") else name.strip("_")
         aligned = len({one.result.dim() for one in known}) == 1
-        aligned = aligned and all(tensor.dim() < known[0].result.dim() for tensor in others)
+        aligned = aligned and all(_is_shared(tensor, known[0].result) for tensor in others)
         larger = name in ("max", "min") and len(args) == 2 and isinstance(args[1], Tensor)
         by_zero = name in DIVIDING and any(not one.dense.is_floating_point() for one in known)
         if (name in ELEMENTS or larger) and aligned and not by_zero:
             dense = function(*self._dense(args, raw=name in MOVING), **self._dense(kwargs))
             return self._both(function, args, kwargs, known[0], dense, layered=any(one.layered for one in known))
-        if function in CLASSES or (function in LOSSES and aligned):
+        plain, shared = inspect.unwrap(function), all(_is_shared(tensor, known[0].result) for tensor in others)
+        if plain in CLASSES or (plain in LOSSES and shared):
             return self._loss(function, args, kwargs)
         first = bool(args) and self.of(args[0]) is known[0]
+        if name == "einsum" and not kwargs:
+            return self._einsum(function, *args)
+        if first and len(known) == 1 and (merged := _merges(name, args, kwargs)) > 1:
+            one, result = known[0], function(*args, **kwargs)
+            shape = (*one.mask.shape, *one.result.shape[1:merged])
+            mask = one.mask.reshape(*one.mask.shape, *(1,) * (merged - 1)).expand(shape)
+            self._note(result, self._known(mask), one.dense, one.layered)
+            return result
+        if name in ("bmm", "matmul", "pairwise_distance") and aligned and not others and len(known) == 2:
+            if known[0].result.dim() == (2 if name == "pairwise_distance" else 3):
+                return self._each(function, args, kwargs, known[0])
         if (name in JOINING and aligned and not others) or (name in PARTS and first):
             return self._along(name, function, args, kwargs, known)
         if first and len(known) == 1 and name in ("any", "all") and len(args) == 1 and not kwargs:
@@ -305,14 +341,26 @@ class Selections:
             return self._write(args[0], args[1], args[2])
         if name in OVER_DIMS and first:
             return self._over_dims(name, function, args, kwargs, known)
-        if first and len(known) == 1 and (name in ROWS or _takes_rows(function, args, kwargs)):
+        of_rows = name in ROWS or _multiplies_rows(name, args) or _takes_rows(function, args, kwargs)
+        if first and len(known) == 1 and of_rows:
             dense = function(*self._dense(args, rows=True), **self._dense(kwargs, rows=True))
             dense = dense.unflatten(0, known[0].mask.shape)
-            result = self._both(function, args, kwargs, known[0], dense, layered=name == "linear")
+            result = self._both(function, args, kwargs, known[0], dense, layered=name in ("linear", *PRODUCTS))
             if function is Tensor.__getitem__ and (one := self.of(result)) is not None:
                 one.viewed = args[0], args[1]
             return result
         return NOT_KNOWN
+
+    def stopped(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What a function returns that is not known for selected elements; its nodes say so."""
+        result = function(*args, **kwargs)
+        if any(isinstance(leaf, Tensor) and self.of(leaf) is not None for leaf in tree_leaves((args, kwargs))):
+            getter = getattr(function, "__name__", "") == "__get__"  # of a property, such as x.T
+            name = (function.__self__ if getter else function).__name__
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor) and (proxy := traced(leaf)[0]) is not None:
+                    proxy.node.meta[STOPS] = name.strip("_")
+        return result
 
     def count(self, number: Any) -> Any:
         """A tensor in place of a symbol that is computed from how many elements masks select; else the symbol."""
@@ -337,7 +385,7 @@ class Selections:
         self, function: Any, args: Any, kwargs: Any, like: Selected, dense: Tensor, layered: bool = False
     ) -> Tensor:
         """torch's own result, known to be selected of `dense` if that has its shape."""
-        result: Tensor = function(*args, **kwargs)
+        result: Tensor = _own(function, args, kwargs, dense, like.mask)
         self._note_like(result, like, dense, layered)
         return result
 
@@ -347,11 +395,12 @@ class Selections:
 
     def _each(self, function: Any, args: Any, kwargs: Any, like: Selected) -> Any:
         """torch's own results of a function of each row, as `_both`."""
-        found = function(*args, **kwargs)
         rows = function(*self._dense(args, rows=True), **self._dense(kwargs, rows=True))
-        several = isinstance(found, (tuple, list))
-        for result, complete in zip(found, rows, strict=True) if several else [(found, rows)]:
-            self._note_like(result, like, complete.unflatten(0, like.mask.shape))
+        several = isinstance(rows, (tuple, list))
+        dense = [one.unflatten(0, like.mask.shape) for one in (rows if several else [rows])]
+        found = _own(function, args, kwargs, dense if several else dense[0], like.mask)
+        for result, complete in zip(found if several else [found], dense, strict=True):
+            self._note_like(result, like, complete)
         return found
 
     def _dense(self, nested: Any, *, rows: bool = False, raw: bool = False) -> Any:
@@ -380,12 +429,12 @@ class Selections:
 
     def _over_dims(self, name: str, function: Any, args: Any, kwargs: Any, known: Sequence[Selected]) -> Any:
         one, position = known[0], OVER_DIMS[name]
-        given = kwargs.get("dim", args[position] if len(args) > position else -1 if name in OF_THE_LAST else None)
+        given = kwargs.get("dim", args[position] if len(args) > position else DEFAULT_DIMS.get(name))
         several = name == "flip" and len(args) > 2
         if isinstance(given, (bool, Tensor)) or several:  # whether a deviation is unbiased; the other operand of max
             return NOT_KNOWN
         rank = one.result.dim() + (name == "unsqueeze")
-        every = range(rank) if name in ("sum", "mean") and "axis" not in kwargs else []
+        every = range(rank) if name in OVER_ALL and "axis" not in kwargs else []
         dims = [given] if isinstance(given, int) else list(given or every)
         dims = [dim % rank for dim in dims if isinstance(dim, int) and -rank <= dim < rank]
         second = PAIRS.get(name, 0)
@@ -393,11 +442,42 @@ class Selections:
             return NOT_KNOWN
         if 0 not in dims:
             return self._each(function, args, kwargs, one)
+        if name in FILLS and len(known) == 1:
+            return self._filled(name, function, args, kwargs, one)
         if name not in ("sum", "mean") or kwargs.keys() - {"dim", "keepdim"} or len(args) > position + 1:
             return NOT_KNOWN
         if name == "mean" and not one.dense.is_floating_point():
             return NOT_KNOWN
         return _reduced(one, name, dims, bool(kwargs.get("keepdim", False)))
+
+    def _filled(self, name: str, function: Any, args: Any, kwargs: Any, one: Selected) -> Any:
+        """What a function of all that is selected returns, of one number in place of the rest."""
+        if not one.dense.is_floating_point() or ("norm" in name and not _is_sum_of_powers(args, kwargs)):
+            return NOT_KNOWN
+        rows = function(one.rows(one.filled(FILLS[name])), *args[1:], **kwargs)
+        if name not in ("cumsum", "log_softmax", "normalize", "softmax"):
+            return rows
+        return self._both(function, args, kwargs, one, rows.unflatten(0, one.mask.shape))
+
+    def _einsum(self, function: Any, equation: Any, *operands: Any) -> Any:
+        """Sums of products of selected rows, over these or of each, and of what rows share."""
+        operands = tuple(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+        taken, arrow, made = equation.replace(" ", "").partition("->") if isinstance(equation, str) else ("", "", "")
+        letters, known = taken.split(","), [self.of(one) for one in operands]
+        rows = {own[:1] for own, one in zip(letters, known, strict=False) if one is not None}
+        row = next(iter(rows))
+        shared = [own for own, one in zip(letters, known, strict=False) if one is None]
+        once = all(own.count(row) == 1 for own, one in zip(letters, known, strict=False) if one is not None)
+        if not arrow or "." in equation or len(rows) != 1 or not once or any(row in own for own in shared):
+            return NOT_KNOWN
+        if row not in made:
+            filled = [one if own is None else own.rows(own.filled(0)) for one, own in zip(operands, known, strict=True)]
+            return function(equation, *filled)
+        like = next(one for one in known if one is not None)
+        if made[0] != row:
+            return NOT_KNOWN
+        dense = function(equation, *self._dense(operands, rows=True)).unflatten(0, like.mask.shape)
+        return self._both(function, (equation, *operands), {}, like, dense, layered=True)
 
     def _along(
         self, name: str, function: Any, args: Sequence[Any], kwargs: dict[str, Any], known: Sequence[Selected]
@@ -438,19 +518,17 @@ class Selections:
         bound = inspect.signature(function).bind(*args, **kwargs)
         bound.apply_defaults()
         given = dict(bound.arguments)
-        one, reduction = self.of(given["input"]), given["reduction"]
+        tensors = [self.of(one) for name, one in given.items() if name != "weight" and isinstance(one, Tensor)]
+        one, target, reduction = tensors[0], tensors[-1], given["reduction"]
         old = given.get("size_average"), given.get("reduce")
-        if one is None or self.of(given["target"]) is None or old != (None, None):
+        if one is None or target is None or None in tensors or old != (None, None):
             return NOT_KNOWN
         dense = self._dense(given, rows=True)
-        target = self.of(given["target"])
-        assert target is not None
         if function in CLASSES and target.dense.dtype is torch.int64 and reduction != "none":
             dense["target"] = target.rows(target.filled(given["ignore_index"]))
             return function(**dense)
-        losses = function(**dense | {"reduction": "none"})
-        result = function(**given | {"reduction": "none"})
-        losses = losses.unflatten(0, one.mask.shape)
+        losses = function(**dense | {"reduction": "none"}).unflatten(0, one.mask.shape)
+        result = _own(function, (), given | {"reduction": "none"}, losses, one.mask)
         if losses.dtype != result.dtype or losses.shape != (*one.mask.shape, *result.shape[1:]):
             return NOT_KNOWN
         selected = Selected(result, one.mask, losses)
@@ -460,6 +538,20 @@ class Selections:
         if reduction == "batchmean":
             return _reduced(selected, "sum", range(result.dim()), False) / one.mask.sum()
         return _reduced(selected, reduction, range(result.dim()), False)
+
+
+def _own(function: Any, args: Any, kwargs: Any, dense: Any, mask: Tensor) -> Any:
+    """torch's own result, or where it does not trace that, what the mask selects of the complete one."""
+    proxy, _ = traced(mask)
+    last = None if proxy is None else next(iter(reversed(proxy.node.graph.nodes)))  # of torch 2.11 no iterator
+    try:
+        return function(*args, **kwargs)
+    except GuardOnDataDependentSymNode:
+        while last is not None and (added := last.next).op != "root":  # of which one has no value
+            while added.next.op != "root":
+                added = added.next
+            added.graph.erase_node(added)
+        return tree_map_only(Tensor, lambda one: one[mask], dense)
 
 
 def _reduced(one: Selected, name: str, dims: Sequence[int], keepdim: bool) -> Tensor:
@@ -495,6 +587,40 @@ def _deviation(one: Selected, name: str, args: Sequence[Any], kwargs: dict[str, 
         return variance
     constant = variance == 0  # of which torch's deviation has no gradient
     return torch.where(constant, 0, torch.where(constant, 1, variance).sqrt())
+
+
+def _is_shared(tensor: Tensor, selected: Tensor) -> bool:
+    """Whether all rows that are selected take the same of a tensor."""
+    shape = tuple(tensor.shape)
+    return len(shape) < selected.dim() or (len(shape) == selected.dim() and type(shape[0]) is int and shape[0] == 1)
+
+
+def _is_sum_of_powers(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether zeros change nothing of a norm."""
+    order = kwargs.get("p", kwargs.get("ord", args[1] if len(args) > 1 else 2))
+    return order in ("fro", None) or (type(order) in (int, float) and order >= 1)
+
+
+def _merges(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """How many dims a call makes one, from the first on."""
+    shape, rest = args[0].shape, args[1:]
+    rank = len(shape)
+    if name == "ravel" or (name == "flatten" and not rest and not kwargs):
+        return rank
+    if name == "flatten":
+        start, end = rest[0] if rest else kwargs.get("start_dim", 0), rest[1] if rest[1:] else kwargs.get("end_dim", -1)
+        return int(end % rank + 1) if start % rank == 0 else 1
+    sizes = rest[0] if len(rest) == 1 and isinstance(rest[0], (list, tuple)) else rest
+    kept = len(sizes) - 1
+    if name not in ("reshape", "view") or kwargs or kept not in range(rank) or sizes[0] != -1:
+        return 1
+    return rank - kept if tuple(sizes[1:]) == tuple(shape[rank - kept :]) else 1
+
+
+def _multiplies_rows(name: str, args: Sequence[Any]) -> bool:
+    """Whether a call is a product of rows with a matrix or vector that they share."""
+    pair = args if len(args) == 2 and all(isinstance(one, Tensor) for one in args) else ()
+    return name in PRODUCTS and bool(pair) and args[0].dim() > 1 and args[1].dim() < 3
 
 
 def _looks_up(args: Any, kwargs: Any) -> bool:

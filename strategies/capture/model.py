@@ -24,7 +24,7 @@ from torch.utils import _pytree
 
 from strategies.capture.assigned_buffers import AssignedBuffers
 from strategies.capture.autograd_functions import functions_as_operators
-from strategies.capture.branches import MOST_PATHS, Branches, NotChosen
+from strategies.capture.branches import REFUSED, Branches, NotChosen
 from strategies.capture.changing_attributes import ChangingAttributes
 from strategies.capture.constant_buffers import ConstantBuffers
 from strategies.capture.conversions import Conversions
@@ -299,7 +299,7 @@ def _chosen(
         except NotOpaque as error:
             deciding.opaque.refuse(error.owner)
         except NotChosen as error:
-            deciding.branches.refuse(error.owner)
+            deciding.branches.refuse(error.owner, error.why)
         except StrategyError as error:
             cause = error.__cause__
             if cause is None or not (isinstance(cause, UNKNOWN) or leaves_torch(cause)) or not deciding.choose(cause):
@@ -358,7 +358,7 @@ def _captured(
     except (StrategyError, NotOpaque):
         raise
     except Exception as error:  # whatever the user's forward raises, reported as one paragraph
-        raise StrategyError("MW901", _capture_failure(error)) from error
+        raise StrategyError("MW901", _capture_failure(error, deciding.branches.why)) from error
     finally:
         hook.remove()
         for module, mode in modes.items():
@@ -498,7 +498,8 @@ def _needed(graph: OperatorGraph) -> OperatorGraph:
     return replace(graph, operators=tuple(reversed(kept)))
 
 
-def _capture_failure(error: BaseException) -> str:
+def _capture_failure(error: BaseException, why: str = REFUSED) -> str:
+    """One paragraph of an error of a forward; `why` a branch is not captured."""
     lines = [text.strip().rstrip(".") for text in str(error).splitlines() if text.strip()]
     frames = [
         frame
@@ -517,10 +518,7 @@ def _capture_failure(error: BaseException) -> str:
     if isinstance(error, GuardOnDataDependentSymNode):
         return (
             f"The model's forward takes a branch or a shape from the values of a tensor{where}, so it is not one "
-            f"graph: all sides of a branch (at most {MOST_PATHS} paths) must return tensors of equal shapes, draw no "
-            "random numbers, change tensors alone and train the same parameters. Use torch.where, a Python number or "
-            "an unsaved buffer (persistent=False) for a constant, or decide in a child module or the loss "
-            "(loss.target): what takes and returns tensors of fixed shapes is one operator."
+            f"graph: {why}."
         )
     if leaves_torch(error):
         return (

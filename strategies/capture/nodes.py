@@ -131,9 +131,11 @@ def in_library(filename: str) -> bool:
 
 
 def asked_by_user() -> bool:
-    """Whether the innermost frame that is not of the capture itself is the user's."""
-    frames = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(sys._getframe(1)))
-    return not in_library(next(name for name in frames if not name.startswith(CAPTURE)))
+    """Whether the innermost frame that is not of the capture itself is the user's; `if size` is a comparison of
+    torch's."""
+    codes = (frame.f_code for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    asking = (one.co_filename for one in codes if one.co_name != "__bool__")
+    return not in_library(next(name for name in asking if not name.startswith(CAPTURE)))
 
 
 def short(filename: str) -> str:

@@ -8,11 +8,13 @@ export wrote down are dropped: they say what was true at capture.
 from __future__ import annotations
 
 import operator as python_operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from strategies.capture.masked import STOPS
 from strategies.capture.nodes import at, call, draws, op_of, shaped_by_values
 from strategies.core.errors import StrategyError
 
@@ -56,8 +58,12 @@ def resolve_numbers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """Rewrite `graph` so that every node returns tensors of known shape. Returns what stands for nodes that are gone.
     Raises StrategyError where a number that is only known when the model runs decides over more than values."""
     instead = dict[fx.Node, fx.Node]()
+    behind = set[fx.Node]()  # what is computed from tensors whose shapes depend on values
+    for node in graph.nodes:
+        if shaped_by_values(node) or not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
     for node in reversed(list(graph.nodes)):  # of what nothing else asks for
-        if node.op == "call_function" and (op_of(node) in CHECKS or _unused(node)):
+        if node.op == "call_function" and (op_of(node) in CHECKS or _unused(node, behind)):
             graph.erase_node(node)
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -86,10 +92,13 @@ def resolve_numbers(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return instead
 
 
-def _unused(node: fx.Node) -> bool:
-    """Whether nothing takes a node that returns a number, or a tensor whose shape depends on values. A size of such a
-    tensor counts as taken where the tensor is, as it names the error."""
-    if node.users or draws(node) or not (_is_number(node) or shaped_by_values(node)):
+def _unused(node: fx.Node, behind: Collection[fx.Node]) -> bool:
+    """Whether nothing takes a node that returns a number, or is behind a tensor whose shape depends on values. A size
+    of such a tensor counts as taken where the tensor is, as it names the error."""
+    writes = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+    if node.users or draws(node):
+        return False
+    if not (_is_number(node) or shaped_by_values(node) or (node in behind and not writes)):
         return False
     shaped = filter(shaped_by_values, node.all_input_nodes) if _is_number(node) else ()
     return all(_is_number(user) for one in shaped for user in one.users)
@@ -114,14 +123,7 @@ def _number(graph: fx.Graph, node: fx.Node) -> fx.Node:
             tensors = [call(graph, node, aten.to.dtype, tensor, torch.float64) for tensor in tensors]
         tensor_value = call(graph, node, ARITHMETIC[node.target], *tensors)
     elif op_of(node) in SIZES:
-        raise StrategyError(
-            "MW902",
-            f"The model{at(node)} goes on with a tensor whose shape depends on values (indexed with a mask, nonzero, "
-            "unique, bincount, ...), so it is not one graph; use torch.where, multiply with the mask, ignore_index in "
-            "a loss, bincount with minlength=N (torch.zeros(N).scatter_add of ones), or, for a value that is the same "
-            "in every step, a buffer that is not saved (persistent=False). A child module that takes and returns "
-            "tensors of fixed shapes, such as a loop over experts, is one operator.",
-        )
+        raise goes_on(node)
     else:
         raise StrategyError(
             "MW902",
@@ -133,6 +135,21 @@ def _number(graph: fx.Graph, node: fx.Node) -> fx.Node:
     tensor: fx.Node = tensor_value
     tensor.meta["was"] = symbol
     return tensor
+
+
+def goes_on(node: fx.Node) -> StrategyError:
+    """That a node, or the first function of selected elements that is not followed, takes a tensor whose shape depends
+    on values."""
+    stop = next((one for one in node.graph.nodes if STOPS in one.meta), None)
+    who = f"The model{at(node)} goes on with" if stop is None else f"{stop.meta[STOPS]}{at(stop)} takes"
+    return StrategyError(
+        "MW902",
+        f"{who} a tensor whose shape depends on values (indexed with a mask, nonzero, unique, bincount, ...), so the "
+        "model is not one graph; use torch.where, multiply with the mask, ignore_index in a loss, bincount with "
+        "minlength=N (torch.zeros(N).scatter_add of ones), or, for a value that is the same in every step, a buffer "
+        "that is not saved (persistent=False). A child module that takes and returns tensors of fixed shapes, such as "
+        "a loop over experts, is one operator.",
+    )
 
 
 def _full(graph: fx.Graph, node: fx.Node, number: Any) -> fx.Node:

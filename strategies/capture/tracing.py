@@ -18,6 +18,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr
+from functools import wraps
 from itertools import chain
 from typing import Any
 
@@ -217,6 +218,7 @@ def _said_to_be_causal(mask: Any, is_causal: bool | None = None, size: int | Non
 def _unchecked(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, which asks with torch.any whether to raise, without the question."""
 
+    @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         with replaced(torch, "any", lambda _: False):
             return function(*args, **kwargs)

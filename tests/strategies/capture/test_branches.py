@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.capture import LossFunction, Objective, capture
+from strategies.capture.branches import DRAWING, PATHS, RESULTS, STATISTICAL, TRAINING
 from strategies.capture.model import duplicate
 from strategies.core.errors import StrategyError
 from strategies.core.program import LoweringOptions
@@ -393,6 +394,9 @@ class Many(Net):
         return self.b(x)
 
 
+WHY = {OneSide: TRAINING, Normed: STATISTICAL, Shaped: RESULTS, Drawing: DRAWING, Many: PATHS}
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "net",
@@ -417,3 +421,4 @@ def test_what_cannot_be_chosen_is_refused(net: type[nn.Module]) -> None:
     with pytest.raises(StrategyError) as refusal:
         capture(objective, (torch.randn(16, 8), torch.randn(16, 8)), training=True)
     assert refusal.value.code in ("MW901", "MW906")
+    assert WHY.get(net, "") in str(refusal.value)
