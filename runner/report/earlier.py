@@ -61,7 +61,8 @@ class Reports:
         self.config, self.run_dir, self.folder = config, run_dir, _folder(config, run_dir)
         self.said = list[str]()
         if self.folder is not None:
-            self.watched = WatchedFiles((run_dir, self.folder.parent), _strings(config.model_dump()))
+            ours = (run_dir, self.folder.parent, *filter(None, [home.cache()]))  # named by the digest of their sources
+            self.watched = WatchedFiles(ours, _strings(config.model_dump()))
             question = *PlanReport.__annotations__, _question(config)  # other versions keep other entries
             self.key = hashlib.sha256(repr(question).encode()).hexdigest()[:32]
 

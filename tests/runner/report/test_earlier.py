@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 
 import pytest
 from composing import compose_config
@@ -49,6 +50,16 @@ def planned(tmp_path, monkeypatch, capsys):
 
     yield plan
     sys.modules.pop("own_net", None)
+
+
+def test_texts_that_the_first_run_joins_hinder_no_report(planned, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    reading = "from runner.data.text import cached\ncached('text-0.bytes', lambda: [b'']).read_bytes()\n"
+    (tmp_path / "own_net.py").write_text(reading + NET, encoding="utf-8")
+    monkeypatch.setattr(watched_files, "BEGUN", time.time_ns())
+    described = ("cluster=dgx_h100", "world_size=4", "data.batch_size=64")
+    assert planned("a", *described)[2]
+    assert not planned("b", *described)[2]
 
 
 def test_report_is_found_until_a_file_changes(planned, tmp_path):
