@@ -121,12 +121,12 @@ class _Different(Exception):
 class Branches:
     """The modules in `root` whose branches are captured, by their classes."""
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, selections: Selections) -> None:
         self.root, self.chosen, self.refused = root, set[type](), set[type]()
         self.known = {id(vars(module)): type(module) for module in root.modules()}
         """By what the exporter's stand-ins for a module share with it."""
         self.running: list[_Path] = []
-        self.selections = Selections()
+        self.selections = selections
         """What masks have selected on the way."""
         self.why = REFUSED
         """Why the last of `refused` is there, and what would be right."""

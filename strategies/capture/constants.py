@@ -3,7 +3,8 @@
 A tensor that is computed from Python numbers, literals and constant buffers alone has the same values in every step:
 the operators behind it run for once, as they stand in the graph so far, and the answer is exact. A tensor that depends
 on the batch, on parameters or on other buffers has no values here, but integers of the batch may (`sizes_of_batch`):
-every step compares what they answer. What has as many elements as values say
+every step compares what they answer. A comparison of what `torch.rand` draws with a rate of 0 or 1 has one answer (that
+of exactly 0 with a rate of 0, one draw in 2^24, is left out). What has as many elements as values say
 (repeat_interleave, a mask as index) becomes a literal where these are known, and so does a size that is a tensor. Of a
 tensor or a number without values only the question of an `assert`, or of an `if` that comes to nothing but to raise
 what no `try` around it catches, is answered, by whatever goes on: the graph holds for every batch for which the model
@@ -29,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from strategies.capture.nodes import fakes, in_library, proxy_mode
+from strategies.capture.nodes import fakes, in_library, op_of, proxy_mode
 from strategies.capture.repeated_modules import NOTE, NotRepeated
 
 QUESTIONS: dict[Any, Callable[[Tensor], Any]] = {
@@ -64,6 +65,9 @@ BATCH = "entry_of_batch"
 """What the node of an entry of the batch has whose numbers may be read (`sizes_of_batch`)."""
 CLASSES = {"one_hot": ("num_classes", 1), "bincount": ("minlength", 2)}
 """Functions that look for the largest of classes where this argument does not say how many there are, and its place."""
+DRAWN = ("rand", "rand_like")
+LESS = {"lt": True, "le": True, "gt": False, "ge": False}
+"""Comparisons, and whether they ask if the first number is the smaller one."""
 OF_SHAPES = frozenset("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty".split())
 """Operators that read no value of their first operand."""
 
@@ -90,8 +94,22 @@ def answered(question: Any, tensor: Tensor) -> tuple[Any] | None:
     if value is not None:
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             return (QUESTIONS[question](value),)
+    if question is Tensor.__bool__ and (likely := _certain(tensor)) is not None:
+        return (likely,)
     asks_truth = question is Tensor.__bool__ or (question is Tensor.item and tensor.dtype is torch.bool)
     return (truth,) if asks_truth and (truth := goes_on()) is not None else None
+
+
+def _certain(tensor: Tensor) -> bool | None:
+    """Whether a number drawn between 0 and 1 is above, or below, another, where that is not between these."""
+    proxy, _ = traced(tensor)
+    node = None if proxy is None else proxy.node
+    if node is None or (less := LESS.get(op_of(node))) is None or len(node.args) != 2:
+        return None
+    drawn, rate = node.args
+    if not isinstance(drawn, fx.Node) or op_of(drawn) not in DRAWN or type(rate) not in (int, float):
+        return None
+    return None if 0 < rate < 1 else less == (rate >= 1)  # type: ignore[operator]
 
 
 def literal(function: Any, args: Any, kwargs: Any) -> Any:

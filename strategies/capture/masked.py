@@ -205,6 +205,16 @@ class Selections:
     """Likewise."""
     packed: list[Any] = field(default_factory=list)
     """What was packed (`packed_sequences`)."""
+    layers: bool = False
+    """Whether rows are written back that went through a layer, which then computes all rows: of a loop over experts no
+    expert is for all rows, so only where nothing else captures the forward."""
+    left: bool = False
+    """Whether such rows were not followed."""
+
+    def widen(self) -> bool:
+        """Follow rows that went through a layer from now on; False where there are none."""
+        before, self.layers = self.layers, self.left
+        return self.layers and not before
 
     def now(self) -> Selections:
         return Selections(dict(self.known), dict(self.places), [*self.packed])
@@ -275,8 +285,9 @@ class Selections:
         """`tensor[mask] = value`, by a choice where the same mask has selected the value."""
         known = self.of(value)
         same = known is not None and equal_masks(known.mask, mask) and known.dense.shape == tensor.shape
-        if known is None or not same or known.layered or known.dense.dtype != tensor.dtype:
-            tensor[mask] = value  # a loop over experts computes the rows of each: no expert is for all rows
+        self.left |= known is not None and known.layered
+        if known is None or not same or known.dense.dtype != tensor.dtype or (known.layered and not self.layers):
+            tensor[mask] = value
         else:
             chosen = mask.reshape(*mask.shape, *(1,) * (tensor.dim() - mask.dim()))
             tensor.copy_(torch.where(chosen, known.dense, tensor))

@@ -35,6 +35,7 @@ from strategies.capture.exported import check_constants, dtype_of, read
 from strategies.capture.fixed_sizes import with_fixed_sizes, with_unknown_layers
 from strategies.capture.indexed import by_places
 from strategies.capture.logged_arrays import leaves_torch
+from strategies.capture.masked import Selections
 from strategies.capture.mean_weights import MeanWeights, WeighedMean
 from strategies.capture.merged_dims import unmerged
 from strategies.capture.nodes import forwards_wrapped, in_library, shaped_by_values, short, source_of
@@ -231,8 +232,9 @@ def _capture(objective: Objective, batch: Sequence[Tensor], training: bool, like
     check_scripted(objective)
     written = frozenset() if like is None else {like.by_id[buffer].name for buffer, _ in like.updates}
     constant, sizes = ConstantBuffers(objective, written), SizesOfBatch(objective, batch)
+    selections = Selections()
     while True:
-        deciding = _Deciding(objective, constant, sizes)
+        deciding = _Deciding(objective, constant, sizes, selections)
         try:
             return _chosen(objective, batch, training, like, deciding)
         except StrategyError as error:
@@ -244,14 +246,16 @@ def _capture(objective: Objective, batch: Sequence[Tensor], training: bool, like
 class _Deciding:
     """What a capture knows, and has chosen, where a forward decides by values."""
 
-    def __init__(self, objective: Objective, constant: ConstantBuffers, sizes: SizesOfBatch) -> None:
-        self.constant, self.sizes = constant, sizes
+    def __init__(
+        self, objective: Objective, constant: ConstantBuffers, sizes: SizesOfBatch, selections: Selections
+    ) -> None:
+        self.constant, self.sizes, self.selections = constant, sizes, selections
         self.opaque, self.drawing = OpaqueModules(objective), DrawingFunctions(objective)
-        self.branches, self.conversions = Branches(objective), Conversions()
+        self.branches, self.conversions = Branches(objective, selections), Conversions()
 
     def widen(self) -> bool:
         """Know more values from now on; False where there are none."""
-        return self.constant.widen() or self.sizes.widen()
+        return self.selections.widen() or self.constant.widen() or self.sizes.widen()
 
     def choose(self, cause: BaseException) -> bool:
         """Choose what is to be an operator or a branch, after an error; False where there is nothing."""
@@ -332,7 +336,7 @@ def _captured(
             derivatives_as_operators(),
             transforms_as_operators(stand_ins),
             deciding.traced(),
-            forwards_wrapped([Objective], partial(by_places, selections=deciding.branches.selections)),
+            forwards_wrapped([Objective], partial(by_places, selections=deciding.selections)),
             warnings.catch_warnings(),
         ):
             # recurrent layers store their weights anew under export, which does no harm

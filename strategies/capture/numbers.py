@@ -48,7 +48,7 @@ ARITHMETIC: dict[Any, Any] = {
     torch.sym_min: aten.minimum.default,
     torch.sym_ite: aten.where.self,
 }
-FILLED = {aten.full: 1, aten.scalar_tensor: 0}
+FILLED = {aten.full: 1, aten.full_like: 1, aten.new_full: 2, aten.scalar_tensor: 0}
 """Which argument is the number of which a tensor is made."""
 PRECISION = {int: torch.int64, float: torch.float64, bool: torch.bool}
 SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -168,6 +168,9 @@ def _with_tensors(graph: fx.Graph, node: fx.Node) -> fx.Node:
             "fixed shapes is one operator.",
         )
     packet = node.target.overloadpacket
+    if isinstance(scale := node.kwargs.get("alpha"), fx.Node):
+        scaled = call(graph, node, aten.mul.Tensor, node.args[1], scale)
+        return call(graph, node, node.target, node.args[0], scaled)
     if packet in FILLED and isinstance(number := node.args[FILLED[packet]], fx.Node):
         filled = call(graph, node, aten.to.dtype, number, recorded.dtype)
         return call(graph, node, aten.expand.default, filled, list(recorded.shape))

@@ -7,8 +7,9 @@ other numbers. Sparse gradients end in torch errors that do not name the cause.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as every_module
 
-from strategies.capture.nodes import at, fakes, op_of, replaced, users_line
+from strategies.capture.nodes import asked_by_user, at, fakes, op_of, replaced, users_line
 from strategies.core.errors import StrategyError
 from strategies.core.graph import OperatorGraph
 from strategies.rules.registry import named
@@ -37,6 +38,16 @@ REGISTERED: tuple[tuple[type, str], ...] = (
     (nn.Module, "register_backward_hook"),
     (nn.Module, "register_full_backward_hook"),
     (nn.Module, "register_full_backward_pre_hook"),
+)
+SEEDING: tuple[tuple[Any, str], ...] = tuple(
+    (owner, name)
+    for owner, names in (
+        (torch, ("manual_seed", "seed", "set_rng_state")),
+        (torch.random, ("fork_rng", "manual_seed", "seed", "set_rng_state")),
+        (torch.cuda, ("manual_seed", "manual_seed_all", "set_rng_state")),
+        (torch.cuda.random, ("manual_seed", "manual_seed_all", "set_rng_state")),
+    )
+    for name in names
 )
 _ENTER = saved_tensors_hooks.__enter__
 FLOATING = re.compile("float|complex")
@@ -96,6 +107,8 @@ def refusing_unseen(training: bool) -> Iterator[None]:
             for owner, name in REGISTERED:
                 stack.enter_context(_refused(owner, name, "registers a hook on a gradient", HOOK))
             stack.enter_context(replaced(saved_tensors_hooks, "__enter__", _entered))
+        for owner, name in SEEDING:
+            stack.enter_context(replaced(owner, name, _seeding(getattr(owner, name), name)))
         yield
 
 
@@ -122,6 +135,23 @@ def _entered(saved: saved_tensors_hooks) -> None:
             f"The model's forward keeps values for backward by a function (saved_tensors_hooks){users_line()}, {SAVED}",
         )
     _ENTER(saved)
+
+
+def _seeding(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """`function`, which the forward may not call."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not asked_by_user():
+            return function(*args, **kwargs)
+        raise StrategyError(
+            "MW906",
+            f"The model's forward sets the state of torch's random numbers ({name}){users_line()}, but those of a step "
+            "depend on train.seed, the step and the operator alone. Draw what is the same in every step once, in the "
+            "constructor, and keep it as a buffer; leave it out for numbers that differ from step to step.",
+        )
+
+    return call
 
 
 def check_nodes(graph: fx.Graph, training: bool) -> None:

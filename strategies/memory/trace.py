@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.overrides import TorchFunctionMode
 
 from strategies.core.graph import Source
 from strategies.core.mesh import Mesh
@@ -99,13 +100,37 @@ def on_shapes(program: Program, settings: OptimizerSettings, work: Callable[[Pro
     anomalies, which are numbers."""
     need = optimizer_need(program, settings)
     with torch.autograd.set_detect_anomaly(False):
-        try:
-            with FakeTensorMode() as shapes:
+        for masks in (nullcontext(), UnreadMasks()):
+            with suppress(*NEEDS_NUMBERS), FakeTensorMode() as shapes, masks:
                 shapes.cache_enabled = settings.offload.activations == "none"  # else it would keep storages alive
                 return work(program, need)
-        except NEEDS_NUMBERS:
-            with without_a_batch():
-                return work(program, need)
+        with without_a_batch(), UnreadMasks():
+            return work(program, need)
+
+
+class UnreadMasks(TorchFunctionMode):
+    """Writes what masks select (`x[mask] = value`) as if it were all: how many elements that are, only numbers say."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        masked = function is torch.ops.aten.index_put.default
+        if masked and any(isinstance(one, Tensor) and one.dtype is torch.bool for one in args[1]):
+            return _Written.apply(args[0], args[2], *args[1])  # type: ignore[no-untyped-call]
+        return function(*args, **(kwargs or {}))
+
+
+class _Written(torch.autograd.Function):
+    """The tensor that `x[masks] = value` makes of x; backward needs the masks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, value: Tensor, *masks: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*masks)
+        ctx.shape = value.shape
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        return gradient.clone(), gradient.new_zeros(ctx.shape), *(None for _ in ctx.saved_tensors)
 
 
 def optimizer_need(program: Program, settings: OptimizerSettings) -> Need:

@@ -18,6 +18,7 @@ A number may stand for the name of the argument: `; !0`. Any other factor that n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -79,6 +80,7 @@ def parse(text: str) -> Line:
 
 def _term(text: str) -> Term:
     text = text.strip()
+    assert not re.search(r"!\w+\.\.\.", text), text
     return Term(tuple(text.strip("+*").split()), text.startswith("+"), text.endswith("*"))
 
 

@@ -139,7 +139,7 @@ EVEN = (
     ),
     ("b... !n !m, b... !... -> b... !...*", "cholesky_solve linalg_solve linalg_solve_triangular"),
     ("!..., i... -> i...", "take"),
-    ("..., !said... -> ...", "compared"),
+    ("..., !... -> ...", "compared"),
 )
 """Rules whose factors are cut into equal slices alone."""
 

@@ -70,6 +70,8 @@ ANSWERED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
     "list": (lambda _, h: torch.cat([h[:n] for n in mask(h).long().cumsum(0).tolist()[2:]]).exp(), "exp"),
     "checks": (checked, "tanh"),
     "check with another branch": (branching_check, "tanh"),
+    "a layer that is never dropped": (lambda _, h: h.exp() if torch.rand([]) < 0.0 else h.tanh(), "tanh"),
+    "a layer that is always kept": (lambda _, h: h.exp() if torch.rand(1) > 0.0 else h.tanh(), "exp"),
 }
 
 

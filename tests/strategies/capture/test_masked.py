@@ -226,7 +226,16 @@ def pairs(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Ten
 
 
 LOSSES = [bins, classes, elements, means, infinite, places, opposite, asked, extremes, counted, rows, boxes, ordered]
-LOSSES += [products, merged, pairs]
+
+
+def unpadded(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    """Layers of the selected rows, which are put back."""
+    out = h.clone()
+    out[chosen] = net.inner(h[chosen]).tanh() + y[chosen]
+    return out.square().mean()
+
+
+LOSSES += [products, merged, pairs, unpadded]
 
 
 @pytest.mark.few(4)

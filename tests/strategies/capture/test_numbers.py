@@ -87,6 +87,14 @@ def powers(net: Net, x: Tensor) -> Tensor:
     return high.pow(x.max().item()) + torch.pow(high, net.steps.item()) + high.sum() ** x.mean().item()
 
 
+def averaged(net: Net, x: Tensor) -> Tensor:
+    """A moving average whose rate follows the number of steps."""
+    net.steps += 1
+    rate, h = min(0.9, net.steps.item() / 10), net.dense(x)
+    mean = torch.full_like(x, rate).mul_(rate).add_(h.detach(), alpha=1 - rate)
+    return torch.sub(h, mean, alpha=net.steps.item())
+
+
 def sizes(net: Net, x: Tensor) -> Tensor:
     """Sizes are python numbers all along."""
     half = x.shape[0] // 2
@@ -96,7 +104,19 @@ def sizes(net: Net, x: Tensor) -> Tensor:
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     "body",
-    [arithmetic, converted, warm_up, capped, extremes, comprehensions, functions, as_an_argument, powers, sizes],
+    [
+        arithmetic,
+        converted,
+        warm_up,
+        capped,
+        extremes,
+        comprehensions,
+        functions,
+        as_an_argument,
+        powers,
+        averaged,
+        sizes,
+    ],
     ids=lambda body: body.__name__,
 )
 def test_numbers_flow_on_as_tensors(body: Callable[[Any, Tensor], Tensor], draw: Any) -> None:

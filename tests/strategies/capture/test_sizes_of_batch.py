@@ -98,6 +98,13 @@ def test_a_size_is_that_of_the_batch(body: Callable[..., Tensor], n: Tensor) -> 
         meshwright.verify(net, other, plan)
 
 
+def test_a_plan_that_slices_the_entry_compares_all_of_it() -> None:
+    torch.manual_seed(0)
+    net, batch = Net(repeated).double(), (torch.randn(ROWS, 5, dtype=torch.float64), LENGTHS)
+    plan = meshwright.plan(net, batch, mesh=4, strategies={"compared": [[4], [1]]})
+    assert meshwright.verify(net, batch, plan).passed
+
+
 def test_no_number_is_read_that_weights_decide() -> None:
     def steps_by_weights(net: Net, x: Tensor, n: Tensor) -> Tensor:
         h = net.first(x)

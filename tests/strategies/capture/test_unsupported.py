@@ -75,6 +75,11 @@ def matched(net: Net, x: Tensor) -> Tensor:
     return net.inner(x)[torch.as_tensor(net.inner(x).detach().cpu().numpy().argsort(0)[:, 0])]
 
 
+def forked(net: Net, x: Tensor) -> Tensor:
+    with torch.random.fork_rng():
+        return net.inner(x) * torch.rand(4)
+
+
 REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
     "hook": (hooked, r"registers a hook on a gradient at capture/test_unsupported.py:\d+, which would never be called"),
     "hook of a module": (
@@ -122,11 +127,19 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
         r"torch.vmap at .* draws random numbers",
     ),
     "sparse": (lambda net, x: net.table(torch.arange(4)), r"embedding at .* has sparse=True"),
-    "sized": (
-        lambda net, x: net.inner(x)[x[:, 0] > 0].new_ones(8)[torch.arange(8) % 2 == 0] + net.inner(x)[x[:, 0] > 0],
-        r"shape depends on values",
+    "products of a selection": (
+        lambda net, x: net.inner(x)[x[:, 0] > 0].T @ net.inner(x)[x[:, 0] > 0],
+        r"^T at .* takes a tensor whose shape depends on values",
     ),
-    "mask": (lambda net, x: net.inner(x)[x[:, 0] > 0].cumsum(0), r"shape depends on values \(indexed with a mask"),
+    "mask": (
+        lambda net, x: net.inner(x)[x[:, 0] > 0].exp().sort(0)[0].tanh(),
+        r"^sort at .* takes a tensor whose shape depends on values \(indexed with a mask",
+    ),
+    "seed": (
+        lambda net, x: (torch.manual_seed(3), net.inner(x) * torch.rand(4))[1],
+        r"sets the state of torch's random numbers \(manual_seed\) at capture/test_unsupported.py:\d+",
+    ),
+    "numbers drawn apart": (forked, r"sets the state of torch's random numbers \(fork_rng\) at .*unsupported.py:\d+"),
 }
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+import meshwright
 from models.gpt import GPT
 from models.losses import NextTokenLoss
 from strategies.capture import Captured, Objective, capture
@@ -164,6 +165,26 @@ def test_recompute_and_offload_save_the_predicted_memory(gpt):
         predicted, measured = (found["plain"][side] - found[case][side] for side in (0, 1))
         assert measured > 50_000
         assert abs(predicted - measured) <= 0.05 * measured
+
+
+def test_masks_whose_numbers_shapes_depend_on():
+    """Of zeros, no mask selects anything, and no matrix has an inverse."""
+
+    class Pictures(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.patches = nn.Embedding(10, 6), nn.Linear(5, 6)
+            self.mixed = nn.Parameter(torch.eye(6))
+
+        def forward(self, ids: Tensor, patches: Tensor) -> Tensor:
+            h = self.words(ids).clone()
+            h[ids == 7] = self.patches(patches).flatten(0, 1)
+            return (h @ torch.linalg.inv(self.mixed)).square().mean()
+
+    ids = torch.tensor([[1, 7, 7, 3], [7, 2, 7, 0]])
+    plan = meshwright.plan(Pictures(), (ids, torch.randn(2, 2, 5)), mesh=2, mode="data_parallel")
+    assert plan.content["memory"]["activations"] >= 2 * 4 * 6 * 4
+    assert meshwright.verify(Pictures(), (ids, torch.randn(2, 2, 5)), plan).passed
 
 
 def test_a_search_for_anomalies_changes_nothing(gpt, monkeypatch):
