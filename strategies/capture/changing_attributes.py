@@ -228,7 +228,7 @@ class ChangingAttributes:
                 f"The model's forward computes with what the forward before has left in {_shown(*left[0])}: a graph "
                 "would do without it in every step, as the first one. Register it as a buffer (register_buffer), with "
                 "its shape from the beginning, reset it at the beginning of a forward, or do in the constructor what "
-                "is done once.",
+                "is done once (call the model there on a batch).",
             )
 
 
