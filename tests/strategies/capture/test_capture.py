@@ -445,7 +445,7 @@ class Net(torch.nn.Linear):
     def forward(self, x):
         print("forward of the user", file=sys.stderr)
         y = super().forward(x if way == "works" else x[:, 1:] if way == "shape" else x)
-        return y.sum() if way != "branch" or y.sum() > 0 else -y[y > 0].cumsum(0).sum()
+        return y.sum() if way != "branch" or y.sum() > 0 else -y[y > 0].sort()[0].cumsum(0).sum()
 
 for way in ("works", "shape", "branch"):
     try:
