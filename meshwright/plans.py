@@ -240,7 +240,7 @@ class Plan:
         """What a target would lay out otherwise than this plan, with what that costs; empty where it says all of it.
 
         Args:
-            target: `torch`, `torchtitan`, `autoparallel`, `transformers` or `deepspeed`.
+            target: `torch`, `parallelize_module`, `torchtitan`, `autoparallel`, `transformers` or `deepspeed`.
             collectives: of `torch` also the kinds of collectives of which a step of the exported program sends other
                 bytes, as DTensor decides: in a fork, a step runs on tensors without numbers. The bytes of these changes
                 and those of the plan are what the program sends. They do not keep a plan from being exported.
@@ -273,6 +273,7 @@ class Plan:
 
         Args:
             target: `torch`: a Python file of plain torch, which lays out the parameters of the module as DTensors;
+                `parallelize_module`: a short one of torch's own styles, for plans that slice modules alone;
                 `torchtitan`: a Python file with a `ShardingConfig` for every module; `autoparallel`: the JSON that its
                 `save_placements` writes;
                 `transformers`: the JSON of a `DistributedConfig`, for `from_pretrained(distributed_config=...)`;

@@ -238,7 +238,9 @@ def sections_of(config: Config) -> dict[str, FusedSections] | None:
         with suppress(ConfigError, StrategyError):  # raised where the plan is read
             return packed_in(read_content(Path(config.parallel.plan)), config.parallel.plan)
     target, stage = config.parallel.for_target, config.parallel.zero.stage
-    unsaid = target in ("deepspeed", "torchtitan") or (target in ("autoparallel", "torch") and stage in (3, "auto"))
+    unsaid = target in ("deepspeed", "parallelize_module", "torchtitan") or (
+        target in ("autoparallel", "torch") and stage in (3, "auto")
+    )
     return {} if unsaid else None
 
 

@@ -117,7 +117,7 @@ VERBS = {
         "runner.commands.export:run",
         argument="export.target",
         usage="run export TARGET +recipe=NAME [export.file=FILE] [KEY=VALUE ...]\n"
-        "    TARGET: torch, torchtitan, autoparallel, transformers, deepspeed",
+        "    TARGET: torch, parallelize_module, torchtitan, autoparallel, transformers, deepspeed",
         keys=("export", "parallel", "cluster", *SETUP),
     ),
     "predict": Verb(

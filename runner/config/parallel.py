@@ -280,6 +280,7 @@ class Pipeline(Section):
 
 Mode = Literal["stand_alone", "data_parallel", "semi_auto", "auto", "hybrid", "parameter_server"]
 Search = Literal["sharding_propagation", "dynamic_programming", "recursive_programming"]
+ExportTarget = Literal["torch", "parallelize_module", "torchtitan", "autoparallel", "transformers", "deepspeed"]
 DatasetStrategy = Literal["data_parallel", "full_batch"]
 SHORT = {"recompute": "operators", "zero": "stage", "pipeline": "stages"}
 """Sections that may be one value, and the key whose value it is; the other keys then have their defaults."""
@@ -376,7 +377,7 @@ class Parallel(Section):
         "stand_alone, data_parallel, semi_auto, auto, hybrid or parameter_server; parallel=MODE chooses it",
     )
     search: Search = setting("sharding_propagation", "Algorithm of mode auto for operators without a strategy")
-    for_target: Literal["torch", "torchtitan", "autoparallel", "transformers", "deepspeed"] | None = setting(
+    for_target: ExportTarget | None = setting(
         None, "Search only layouts that this target of an export can say (configured ones stay); null: any"
     )
     mesh: Annotated[dict[AxisName, Count], Field(min_length=1)] | None = setting(

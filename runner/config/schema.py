@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, StrictBool, field_v
 from runner.config import exclusive
 from runner.config.cluster import NODE, ClusterForm
 from runner.config.launch import Launch
-from runner.config.parallel import Parallel
+from runner.config.parallel import ExportTarget, Parallel
 from runner.config.section import (
     REQUIRED,
     Arguments,
@@ -217,9 +217,10 @@ class Explain(Section):
 class Export(Section):
     """The verb export."""
 
-    target: Literal["torch", "torchtitan", "autoparallel", "transformers", "deepspeed"] = setting(
+    target: ExportTarget = setting(
         "torch",
-        "Format of the plan; torch: a Python file of plain torch; torchtitan: one with its ShardingConfigs; "
+        "Format of the plan; torch: a Python file of plain torch; parallelize_module: a short one of torch's styles of "
+        "modules; torchtitan: one with its ShardingConfigs; "
         "autoparallel: JSON of placements; transformers: JSON of a DistributedConfig; deepspeed: JSON of its config, "
         "with AutoTP",
     )

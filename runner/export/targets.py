@@ -6,7 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from runner.errors import ConfigError, allowed
-from runner.export import autoparallel_placements, deepspeed_config, tensor_parallel, torch_program, torchtitan_config
+from runner.export import (
+    autoparallel_placements,
+    deepspeed_config,
+    tensor_parallel,
+    torch_program,
+    torch_styles,
+    torchtitan_config,
+)
 from runner.export.changes import Change
 from runner.planning.prepare import Prepared
 
@@ -28,6 +35,7 @@ class Target:
 
 TARGETS = {
     "torch": Target("parallel_torch.py", torch_program.changes, torch_program.program),
+    "parallelize_module": Target("parallelize_module.py", torch_styles.changes, torch_styles.program),
     "deepspeed": Target("deepspeed.json", deepspeed_config.changes, deepspeed_config.config),
     "torchtitan": Target("torchtitan_sharding.py", torchtitan_config.changes, torchtitan_config.config),
     "autoparallel": Target("placements.json", torch_program.changes, autoparallel_placements.content),

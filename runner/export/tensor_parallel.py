@@ -19,7 +19,7 @@ from strategies.core.layout import Layout
 from strategies.core.plan import Plan
 from strategies.core.steps import LOCAL
 from strategies.cost.collectives import step_seconds
-from strategies.cost.styled_modules import is_within, sliceable
+from strategies.cost.styled_modules import RESIZING, is_within, sliceable
 from strategies.lowering.lowering import lower
 from strategies.planner.by_module import violated
 from strategies.planner.declared_layouts import declared_plan, operand_layouts
@@ -63,7 +63,7 @@ def styles_of(graph: OperatorGraph, plan: Plan, names: Collection[str], axes: tu
             tied = (weight.name, *weight.aliases) if isinstance(weight, Source) else ()
             unsliced += [numberless(name.rpartition(".")[0]) for name in tied]
     found |= {key: "replicate" for key in found if is_within(key, unsliced)}
-    for layers in () if "packed_colwise" in names else splitting(graph).values():
+    for layers in splitting(graph).values() if RESIZING in names else ():
         split, others = ([numberless(one.module) for one in own] for own in (layers.split, layers.others))
         if any(found.get(key) != "colwise" for key in split):
             found |= {key: "replicate" for key in (*split, *others) if key in found}

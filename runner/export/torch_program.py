@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -86,10 +86,14 @@ def program(prepared: Prepared, title: str) -> str:
     names = tuple(sorted({name for found in unknown(graph, prepared.device).values() for name in found}))
     tables.append(f"SHARDED: tuple[str, ...] = {_sharded(prepared, graph, plan)!r}".replace("'", '"'))
     tables.append(f"REPLICATED: tuple[str, ...] = {names!r}".replace("'", '"'))
-    head, rest = SKELETON.read_text(encoding="utf-8").split(BEGIN)
+    return filled(SKELETON, '"""A plan of Meshwright', f'"""{title},', tables)
+
+
+def filled(skeleton: Path, begin: str, title: str, tables: Sequence[str]) -> str:
+    """A skeleton with a plan's tables, and another begin of its docstring."""
+    head, rest = skeleton.read_text(encoding="utf-8").split(BEGIN)
     _, tail = rest.split(END)
-    head = head.replace('"""A plan of Meshwright in plain torch:', f'"""{title}, in plain torch:', 1)
-    return head + "\n".join(tables) + "\n" + tail
+    return head.replace(begin, title, 1) + "\n".join(tables) + "\n" + tail
 
 
 def placed(prepared: Prepared, layout: Layout, spec: TensorSpec) -> tuple[Placement, ...]:

@@ -28,14 +28,14 @@ from strategies.cost.cluster import Cluster
 from strategies.cost.step import MASTER
 from strategies.lowering.recompute import recomputed
 from strategies.planner import plan_cache
-from strategies.planner.module_styles import AUTOTP, FOR_TRANSFORMERS
+from strategies.planner.module_styles import AUTOTP, FOR_TRANSFORMERS, OF_TORCH
 from strategies.planner.plan_file import read_plan
 from strategies.planner.planner import make_plan
 from strategies.planner.step_certificate import StepEvaluation, with_cost
 from strategies.rules import rule_of
 from strategies.runtime.dtensors import GATHERED, unknown
 
-STYLES_OF = {"deepspeed": AUTOTP, "transformers": FOR_TRANSFORMERS}
+STYLES_OF = {"deepspeed": AUTOTP, "parallelize_module": OF_TORCH, "transformers": FOR_TRANSFORMERS}
 """Targets of an export that slice modules, by the styles that they have."""
 UNSLICED_OF = dict.fromkeys(("torch", "autoparallel"), GATHERED) | {
     "torchtitan": {name: dims for name, dims in GATHERED.items() if name != "cross_entropy_loss"}

@@ -3,7 +3,8 @@ follows from the tensor, such as `view(b, t, x.shape[-1] // d, d)`.
 
 A trainer that slices modules runs their own code on slices, which only the latter take; a graph has the same numbers
 for both. So a copy of the model runs on tensors without numbers, in which linear layers return a part of their columns
-to such views. A module in which that raises fixes its sizes.
+to such views. A module in which that raises fixes its sizes, and so does one that splits the part otherwise:
+`view(b, t, self.heads, x.shape[-1] // self.heads)` makes as many heads of it, with fewer columns.
 """
 
 from __future__ import annotations
@@ -21,10 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from strategies.capture.duplicate import duplicate
 from strategies.core.graph import Operator, OperatorGraph
 from strategies.core.heads import layer_before, split_dim
+
+Splits = dict[str, list[tuple[int, ...]]]
+"""The shapes that views make, by the path of a module, in their order."""
 
 
 def with_fixed_sizes(graph: OperatorGraph, step: nn.Module, batch: Sequence[Tensor]) -> OperatorGraph:
@@ -35,17 +40,54 @@ def with_fixed_sizes(graph: OperatorGraph, step: nn.Module, batch: Sequence[Tens
         step: takes the batch.
         batch: of the shapes that the graph was captured with.
     """
+    views, layers = _layers_of_views(graph)
+    fixed: set[str] = set()
+    complete = _run(step, batch, {}) if layers else ()
+    while isinstance(complete, dict) and (left := [name for name in layers if name not in fixed]):
+        shares = _shares({name: layers[name] for name in left}, views, graph)
+        sliced = _run(step, batch, shares)
+        if isinstance(sliced, dict):
+            shared = {name: shares.get(layers[name], 1) for name in left}
+            now = {name for name in left if _splits_otherwise(views[name], graph, shared[name], complete, sliced)}
+        else:
+            owners = ({name for name in left if views[name].module in paths} for paths in sliced)
+            now = next(filter(None, owners), {*left})
+        if not now:
+            break
+        fixed |= now
+    return replace(graph, fixed_sizes=graph.fixed_sizes | fixed) if fixed else graph
+
+
+def not_resized(graph: OperatorGraph, step: nn.Module, batch: Sequence[Tensor], sizes: Collection[str]) -> set[str]:
+    """The modules that split a share of the columns of their layers into other parts than that share of them, where
+    they have that share of all attributes called like one of `sizes`; none where that does not run."""
+    views, layers = _layers_of_views(graph)
+    shares = _shares(layers, views, graph)
+    complete, sliced = (_run(step, batch, some, sizes) for some in ({}, shares))
+    if not isinstance(complete, dict) or not isinstance(sliced, dict):
+        return set()
+    shared = {name: shares.get(layer, 1) for name, layer in layers.items()}
+    return {
+        views[name].module for name in layers if _splits_otherwise(views[name], graph, shared[name], complete, sliced)
+    }
+
+
+def _layers_of_views(graph: OperatorGraph) -> tuple[dict[str, Operator], dict[str, str]]:
+    """The views that split columns by a size, by id, and the modules of the layers behind them, where there are any."""
     views = {operator.id: operator for operator in graph.operators if _size(operator, graph) is not None}
     before = {name: layer_before(view, graph) for name, view in views.items()}
-    layers = {name: layer.module for name, layer in before.items() if layer is not None}
-    fixed: set[str] = set()
-    while left := [name for name in layers if name not in fixed]:
-        failed = _fails_in(step, batch, _shares({name: layers[name] for name in left}, views, graph))
-        if failed is None or (not fixed and _fails_in(step, batch, {}) is not None):
-            break  # or it does not run without numbers at all, so nothing is known
-        owners = ({name for name in left if views[name].module in paths} for paths in failed)
-        fixed |= next(filter(None, owners), {*left})
-    return replace(graph, fixed_sizes=graph.fixed_sizes | fixed) if fixed else graph
+    return views, {name: layer.module for name, layer in before.items() if layer is not None}
+
+
+def _splits_otherwise(view: Operator, graph: OperatorGraph, share: int, complete: Splits, sliced: Splits) -> bool:
+    """Whether a module makes another shape of a share of columns than that with a share of the parts."""
+    shape, dim = view.results[0].shape, split_dim(view, graph)
+    assert dim is not None
+    expected = (*shape[:dim], shape[dim] // share, *shape[dim + 1 :])
+    before, after = complete.get(view.module, []), sliced.get(view.module, [])
+    if len(before) != len(after):
+        return True
+    return any(one == shape and other not in (shape, expected) for one, other in zip(before, after, strict=True))
 
 
 def with_unknown_layers(graph: OperatorGraph, step: nn.Module) -> OperatorGraph:
@@ -84,18 +126,28 @@ def _smallest_factor(size: int) -> int:
     return next((factor for factor in range(2, size + 1) if size % factor == 0), 1)
 
 
-def _fails_in(step: nn.Module, batch: Sequence[Tensor], shares: Mapping[str, int]) -> list[frozenset[str]] | None:
-    """Run a copy of `step` in which each of these layers returns one share of its columns; None where that works, else
-    the modules in which it raised, innermost first: for each the paths of all modules of its class."""
+def _run(
+    step: nn.Module, batch: Sequence[Tensor], shares: Mapping[str, int], sizes: Collection[str] = ()
+) -> Splits | list[frozenset[str]]:
+    """Run a copy of `step` in which each of these layers returns one share of its columns, and the modules around it
+    but for the model have that share of their `sizes`.
+
+    Returns the shapes that views make in each module; where it raised an error the modules in which that was, innermost
+    first: for each the paths of all modules of its class.
+    """
     copy = duplicate(step, parameters=False).train()
     paths = {module: path.removeprefix("model.") for path, module in copy.named_modules()}
     entered: list[nn.Module] = []
     for module, path in paths.items():
+        inside = [share for layer, share in shares.items() if layer.startswith(f"{path}.")]
+        for name in {*sizes} & vars(module).keys() if inside and path not in ("", "model") else ():
+            vars(module)[name] //= inside[0]
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(_as_wide_as_before)
             if path in shares:
                 module.register_forward_hook(partial(_first_columns, share=shares[path]))
-    with without_numbers(copy, batch) as given, _recorded(entered, paths):
+    views = _Views(entered, paths)
+    with without_numbers(copy, batch) as given, _recorded(entered, paths), views:
         try:
             copy(*given)
         except Exception:  # of the user's forward: that is the question
@@ -103,7 +155,23 @@ def _fails_in(step: nn.Module, batch: Sequence[Tensor], shares: Mapping[str, int
                 frozenset(path for module, path in paths.items() if type(module) is type(around))
                 for around in reversed(entered)
             ]
-    return None
+    return views.made
+
+
+class _Views(TorchFunctionMode):
+    """Notes the shapes that views make, by the path of the module that runs."""
+
+    def __init__(self, entered: Sequence[nn.Module], paths: Mapping[nn.Module, str]) -> None:
+        super().__init__()
+        self.entered, self.paths = entered, paths
+        self.made: Splits = {}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if getattr(function, "__name__", "") in ("reshape", "unflatten", "view") and isinstance(result, Tensor):
+            path = self.paths[self.entered[-1]] if self.entered else ""
+            self.made.setdefault(path, []).append(tuple(result.shape))
+        return result
 
 
 @contextmanager

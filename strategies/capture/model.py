@@ -62,7 +62,11 @@ from strategies.rules.random import draws
 
 UNKNOWN = (GuardOnDataDependentSymNode, DynamicOutputShapeException, DataDependentOutputException)
 """What export raises where a forward asks for values."""
-ON_SLICES = {"transformers": with_fixed_sizes, "deepspeed": with_unsliced_modules}
+ON_SLICES = {
+    "transformers": with_fixed_sizes,
+    "parallelize_module": with_fixed_sizes,
+    "deepspeed": with_unsliced_modules,
+}
 """By the trainers that run the code of modules on slices: what marks in a graph that which does not."""
 ONE_AT_A_TIME = threading.RLock()
 """Exports replace functions of torch, for all threads."""

@@ -2,7 +2,8 @@
 
 AutoTP of DeepSpeed gives every module in which it slices anything the sizes of a slice, so that views of slices are
 right; a number is another one then. So a copy of the model runs on tensors without numbers, with sizes that note what
-becomes of them. Source: deepspeed.module_inject.auto_tp (update_mp_params).
+becomes of them. Modules that keep the number of their heads under another name split slices otherwise, and are found by
+a run on slices. Source: deepspeed.module_inject.auto_tp (update_mp_params).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from strategies.capture.duplicate import duplicate
-from strategies.capture.fixed_sizes import without_numbers
+from strategies.capture.fixed_sizes import not_resized, without_numbers
 from strategies.capture.nodes import replaced
 from strategies.core.graph import OperatorGraph
 
@@ -120,4 +121,5 @@ def with_unsliced_modules(graph: OperatorGraph, step: nn.Module, batch: Sequence
             copy(*given)
         except Exception:  # of the user's forward without numbers: nothing is known
             return graph
+    numbers |= not_resized(graph, step, batch, SIZES)
     return replace(graph, unsliced_modules=frozenset(numbers)) if numbers else graph

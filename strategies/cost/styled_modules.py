@@ -26,6 +26,8 @@ from strategies.rules.sharding import Assignment, Sharding
 
 SCALING = ("mul", "neg", "to", "div")
 """What partial sums may go through, the last one as the dividend."""
+RESIZING = "resizing"
+"""Among the styles of AutoTP, which replaces layers, and gives modules the sizes of slices."""
 FORBIDDEN = 1e4
 """Seconds of what no plan does; more than any step takes, and little enough to be added to seconds."""
 
@@ -285,7 +287,7 @@ class StyledModules(ModuleLayouts):
         """Whether slices of a weight along `dim` mean the same where styles act on what the module receives and
         returns: partial sums may be scaled before they are reduced, but for a bias, and a table's columns must be what
         the module returns. AutoTP replaces a module by the layer alone."""
-        if "packed_colwise" not in self.styles:
+        if RESIZING in self.styles:
             return self._computing[operator.module] == {operator.op}
         if (operator.op == "linear") == (dim == 0):
             return operator.op == "linear" or returned_by(self.graph, operator) is not None
@@ -359,7 +361,7 @@ class StyledModules(ModuleLayouts):
     @cached_property
     def _resized(self) -> tuple[Split, ...]:
         """The layers of the modules that AutoTP gives the sizes of slices, once it slices anything in them."""
-        return () if "packed_colwise" in self.styles else tuple(splitting(self.graph).values())
+        return tuple(splitting(self.graph).values()) if RESIZING in self.styles else ()
 
     @cached_property
     def together(self) -> Sequence[tuple[Operator, Operator, bool]]:
@@ -404,7 +406,7 @@ class StyledModules(ModuleLayouts):
             return ("embedding_rowwise", "embedding_colwise")[dim] in self.styles
         if factor in sharding.sums and dim != 1:
             return False
-        if "packed_colwise" in self.styles and refuses_slices(operator, sharding, factor, self.graph):
+        if RESIZING not in self.styles and refuses_slices(operator, sharding, factor, self.graph):
             return False
         found = dim is not None
         for ref, dims in zip(operator.operands, sharding.operands, strict=True):

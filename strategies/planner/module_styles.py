@@ -30,7 +30,7 @@ from strategies.core.graph import Operator, OperatorGraph, Ref, Source, modules_
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.plan import Plan
-from strategies.cost.styled_modules import halves, of_own_parameters, packable, returned_by, sliceable
+from strategies.cost.styled_modules import RESIZING, halves, of_own_parameters, packable, returned_by, sliceable
 from strategies.planner.declared_layouts import Declared, Placed, operand_layouts
 from strategies.rules import rule_of
 
@@ -85,9 +85,13 @@ STYLES = {
     "moe_identity_expert": Style(),
 }
 """By the names of transformers."""
-AUTOTP = ("colwise", "colwise_gather_output", "replicate", "replicated_with_grad_allreduce", "rowwise")
+COMMON = ("colwise", "colwise_gather_output", "replicate", "replicated_with_grad_allreduce", "rowwise")
+"""Those that all trainers have."""
+AUTOTP = (*COMMON, RESIZING)
 """Those for which AutoTP of DeepSpeed has a word."""
-WRITTEN = (*AUTOTP, "embedding_colwise", "embedding_rowwise", "packed_colwise", "rowwise_split_input")
+OF_TORCH = (*COMMON, "embedding_colwise", "embedding_rowwise", "rowwise_split_input")
+"""Those for which torch's `parallelize_module` has one."""
+WRITTEN = (*OF_TORCH, "packed_colwise")
 """Those of a `tp_plan` for transformers."""
 WITHIN = ("moe_tp_experts", "packed_rowwise")
 """Further ones for experts of which every rank has a slice."""

@@ -64,6 +64,18 @@ class DenseExperts(nn.Module):
         return self.head(h + self.weighed(self.norm(h)))  # type: ignore[no-any-return]
 
 
+class Tied(nn.Module):
+    """Tokens to logits, by one table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.inner, self.head = nn.Embedding(TOKENS, 16), nn.Linear(16, 16), nn.Linear(16, TOKENS)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(self.tokens(x)).tanh())  # type: ignore[no-any-return]
+
+
 def built(model: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     """A small model in fp32, and its batches (input, classes or numbers) of two steps. Some targets of the first rows
     are ignored, so that ranks count other numbers of them."""
@@ -110,6 +122,8 @@ def built(model: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     if model == "weighed":
         net = nn.Sequential(nn.Embedding(TOKENS, 16), nn.Tanh(), nn.Linear(16, TOKENS), nn.LogSoftmax(-1))
         return net, batches
+    if model == "tied":
+        return Tied(), batches
     if model in EXPERTS:
         return Logits(model), batches
     if model == "vit":
@@ -424,6 +438,39 @@ def exported(rank: Any, given: tuple[Path, str]) -> dict[str, float]:
     assert not other, other
     stored = sum(one.to_local().nbytes for one in module.parameters() if isinstance(one, DTensor))
     return worst | {"bytes": sum(call.bytes for call in sent.calls), "stored": stored}
+
+
+def styled(rank: Any, given: tuple[Path, str]) -> dict[str, float]:
+    """The same of a file for `parallelize_module`, of the rank's rows, with the means of their losses."""
+    file, model = given
+    program = imported(file)
+    module, batches = built(model)
+    eager = copy.deepcopy(module)
+    mesh = program.make_mesh("cpu")
+    program.parallelize(module, mesh)
+    pair = [torch.optim.AdamW(one.parameters(), lr=0.01, eps=1e-3, foreach=False) for one in (module, eager)]
+    worst = {"loss": 0.0, "gradient": 0.0}
+    for batch in ([x, y.clamp(min=0)] for x, y in batches):  # as many targets on all ranks
+        x, y = program.own_rows(batch, mesh)
+        with Counting(mesh) as sent:
+            loss = loss_of(module(x), y)
+            loss.backward()
+        expected = loss_of(eager(batch[0]), batch[1])
+        expected.backward()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        gradients = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
+        complete = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in gradients.items()}
+        ours = {"loss": float(mean) / dist.get_world_size(), "gradients": complete}
+        learnt = {name: one.grad for name, one in eager.named_parameters() if one.grad is not None}
+        gap, found = of_step(
+            ours, {"loss": float(expected.detach()), "gradients": learnt}, TOLERANCE["fp32"], ROUNDING["fp32"]
+        )
+        worst = {"loss": max(worst["loss"], gap), "gradient": max(worst["gradient"], *found.values())}
+        for optimizer in pair:
+            optimizer.step()
+            optimizer.zero_grad()
+    return worst | {"bytes": sum(call.bytes for call in sent.calls)}
 
 
 def transformed(rank: Any, given: tuple[Path, Path]) -> dict[str, float]:

@@ -102,6 +102,37 @@ def test_the_bytes_of_the_exported_program_are_predicted(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("model", "stage"), [("llama", 0), ("llama", 3), ("tied", 0)])
+def test_styles_of_torch_train_as_one_device(
+    on_ranks: Callable[..., Any], tmp_path: Path, model: str, stage: int
+) -> None:
+    columns = dict.fromkeys((f"layers.*.{path}" for path in IN.get(model, ())), "colwise")
+    styles = {"tokens": "embedding_rowwise", "head": "colwise_gather_output", **columns}
+    styles |= {f"layers.*.{path}": "rowwise" for path in OUT if model in IN}
+    mesh = {"dp": 2, "tp": 2}
+    plan = meshwright.from_tp_plan(styles, module_of(model), tokens(), loss=next_token, mesh=mesh, zero=stage)
+    assert plan.expressible("parallelize_module") == []
+    file = plan.export("parallelize_module", tmp_path / "exported.py")
+    text = file.read_text(encoding="utf-8")
+    assert modules_in(text) == {"torch"} and len(text.splitlines()) < 120
+    assert '"head": ColwiseParallel(output_layouts=Replicate()),' in text
+    worst = on_ranks("styled", (file, model), module="exports")
+    assert max(worst["loss"], worst["gradient"]) < 1e-5, worst
+
+
+def test_heads_that_a_module_counts_by_itself_are_not_sliced() -> None:
+    """`view(batch, sequence, self.heads, x.shape[-1] // self.heads)` makes as many heads of a slice, with fewer
+    columns."""
+    styles = dict.fromkeys((f"layers.*.{path}" for path in IN["gpt"]), "colwise")
+    styles |= {f"layers.*.{path}": "rowwise" for path in OUT}
+    plan = meshwright.from_tp_plan(styles, module_of("gpt"), tokens(), loss=next_token, mesh=2)
+    for target in ("parallelize_module", "transformers", "deepspeed"):
+        changed = {one.name for one in plan.expressible(target)}
+        assert any(one.startswith("layers.0.attention.") for one in changed), target
+    assert plan.expressible("torch") == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 def test_fully_shard_is_zero_3_over_replicas(on_ranks: Callable[..., Any], tmp_path: Path, model: str) -> None:
     styles = dict.fromkeys((f"layers.*.{path}" for path in IN[model]), "colwise")
