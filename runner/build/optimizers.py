@@ -192,7 +192,7 @@ def check_storable(make: OptimizerFactory) -> None:
         optimizer.step()
     except Exception:  # it may refuse a parameter of one element, and take those of the model
         return
-    states = [dict(state) for state in optimizer.state.values()]
+    states = [*optimizer.state.values()]
     serialised({"groups": groups_of(optimizer, [["parameter"]]), "states": states})
 
 

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from runner.cli.recipes import READ, in_yaml
-from runner.config.keys import unknown
+from runner.config.keys import unknown, walk
 from runner.config.origins import Origins
 from runner.errors import ConfigError, allowed
 
@@ -83,7 +83,9 @@ def reword(error: Exception, overrides: list[str]) -> ConfigError:
     if found := re.search(r"An item is already at '([^']+)'", text):
         return ConfigError("MW105", f"{found[1]} is set already; change it with {found[1]}=VALUE, without the plus.")
     if found := re.search(r"Could not delete from config\. '([^']+)' does not exist", text):
-        return ConfigError("MW105", f"{found[1]} cannot be removed with ~: it is not there. {unknown(found[1])}")
+        known = any(key.path == found[1] for key in walk())
+        why = "The recipe does not set it, so it has its default; leave the word out." if known else unknown(found[1])
+        return ConfigError("MW105", f"{found[1]} cannot be removed with ~: it is not there. {why}")
     if found := re.search(r"Multiple values for (\S+?)\.", text):
         return ConfigError(
             "MW105", f"{found[1]} is chosen twice; give it once, or several at once as '+{found[1]}=[a,b]'."

@@ -45,8 +45,11 @@ def require_writable(folder: str, key: str) -> None:
     """Create `folder`, the value of `key`, if needed, and test writing with a temporary file.
 
     Raises:
-        ConfigError: That fails; folders that were made are removed again.
+        ConfigError: That fails; folders that were made are removed again. Or the name is empty, as that of an
+            environment variable that is not set.
     """
+    if not folder:
+        raise ConfigError("MW204", f"{key} is empty; give a folder, or leave it out for one under outputs/.")
     made: list[Path] = []
     try:
         path = Path(folder).absolute()

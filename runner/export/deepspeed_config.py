@@ -25,6 +25,12 @@ SPECS: dict[str, dict[str, Any]] = {
     "replicated_with_grad_allreduce": {"partition_type": "skip", "grad_allreduce": True},
 }
 """AutoTP's words for the styles of transformers that it has."""
+PRECISION: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True}},
+    "bf16_autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+}
+"""Its sections for `train.precision`; without one it trains in the dtype of the module."""
 
 
 def changes(prepared: Prepared) -> list[Change]:
@@ -44,12 +50,15 @@ def config(prepared: Prepared, title: str) -> str:
     """The JSON of a config of DeepSpeed, for `deepspeed.initialize(config=...)`."""
     graph, plan = prepared.graph, prepared.plan
     assert graph is not None and plan is not None
-    axes, rows = axes_of(plan), prepared.config.data.batch_size
+    axes, train = axes_of(plan), prepared.config.train
+    rows = prepared.config.data.batch_size // train.accumulate
     copies = plan.mesh.size // plan.mesh.product(axes)
     content: dict[str, Any] = {
         "_comment": f"{title}, by Meshwright",
         "train_micro_batch_size_per_gpu": rows // copies,
-        "gradient_clipping": prepared.config.train.clip or 0.0,  # left out, it would be 1.0
+        "gradient_accumulation_steps": train.accumulate,
+        "gradient_clipping": train.clip or 0.0,  # left out, it would be 1.0
+        **PRECISION.get(train.precision, {}),
         "zero_optimization": {"stage": prepared.config.parallel.zero.known},
         "zero_allow_untested_optimizer": True,  # any that works by element
     }

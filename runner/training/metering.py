@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from strategies.runtime.live_tensors import Live, bytes_of
 
@@ -101,9 +102,7 @@ class Meter:
         steps = self.steps[1:] or self.steps
         own = {tensor.untyped_storage()._cdata for tensor in parameters}
         state_tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        state_tensors += [
-            value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
-        ]
+        state_tensors += [one for one in tree_leaves([*optimizer.state.values()]) if isinstance(one, Tensor)]
         state_tensors = [tensor for tensor in state_tensors if tensor.untyped_storage()._cdata not in own]
         before = max(step["before"] for step in steps)
         states = bytes_of(state_tensors)

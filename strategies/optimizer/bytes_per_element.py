@@ -94,8 +94,7 @@ def _tried(factory: Callable[..., Optimizer], dtype: torch.dtype, count: int, ke
     optimizer.step()  # makes the states
     with _Counting() as counting:
         optimizer.step()
-    entries = (value for state in optimizer.state.values() for value in state.values())
-    states = [value for value in entries if isinstance(value, Tensor)]
+    states = [value for value in tree_leaves([*optimizer.state.values()]) if isinstance(value, Tensor)]
     with Live("cpu") as live:
         live.see([*parameters, *(one.grad for one in parameters if one.grad is not None), *states])
         before = live.now

@@ -80,11 +80,13 @@ def set_groups(optimizer: Optimizer, members: Sequence[Sequence[str]], plain: Op
 
 
 def check_goes_on(optimizer: Optimizer) -> None:
-    """Raises StrategyError for an optimizer, a new one, that keeps something beside states and groups."""
-    if beside := sorted(optimizer.state_dict().keys() - {"state", "param_groups"}):
+    """Raises StrategyError for an optimizer, a new one, that keeps something beside states of parameters and groups."""
+    beside: set[Any] = optimizer.state_dict().keys() - {"state", "param_groups"}
+    beside |= {key for key in optimizer.state if not isinstance(key, Tensor)}
+    if beside:
         raise StrategyError(
             "MW609",
-            f"{type(optimizer).__name__} keeps {', '.join(map(str, beside))} in its own state_dict, which no "
+            f"{type(optimizer).__name__} keeps {', '.join(sorted(map(str, beside)))} beside the states of parameters, which no "
             "checkpoint holds, so no run can go on with it. Keep it in the state of parameters or in `param_groups`, "
             "or begin with the weights alone (model.weights).",
         )
@@ -93,7 +95,7 @@ def check_goes_on(optimizer: Optimizer) -> None:
 def check_states(optimizer: Optimizer) -> None:
     """Raises StrategyError where tensors are in containers of the states that an optimizer has after a step."""
     for state in optimizer.state.values():
-        for key, value in state.items():
+        for key, value in state.items() if isinstance(state, Mapping) else ():
             if not isinstance(value, Tensor) and any(isinstance(one, Tensor) for one in tree_leaves(value)):
                 raise StrategyError(
                     "MW609",

@@ -112,11 +112,13 @@ class Langevin(torch.optim.SGD):
 
 class Slowing(torch.optim.SGD):
     """Counts steps where `kind` says: in its groups, once it has made one ("group"), in a dict of every state ("dict"),
-    in its state_dict ("beside"), or in what no checkpoint holds ("deque")."""
+    in its state_dict ("beside"), in a state of no parameter ("named"), or in what no checkpoint holds ("deque")."""
 
     def __init__(self, params: Any, lr: float = 0.1, kind: str = "group") -> None:
         super().__init__(params, lr=lr)
         self.kind, self.steps = kind, 0
+        if kind == "named":
+            self.state["steps"] = 0
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | ({"steps": self.steps} if self.kind == "beside" else {})

@@ -49,6 +49,7 @@ class Profiler(Callback):
                 f"wait = {wait} and warmup = {warmup} must be at least 0, active = {active} and repeat = {repeat} at "
                 "least 1"
             )
+        self._before = wait + warmup
         self._steps = (wait + warmup + active) * repeat
         self._schedule = schedule(wait=wait, warmup=warmup, active=active, repeat=repeat)
         self._options: dict[str, Any] = {"record_shapes": shapes, "profile_memory": memory, "with_stack": stacks}
@@ -56,6 +57,8 @@ class Profiler(Callback):
         self._range: Any = None
 
     def start(self, state: TrainingState) -> None:
+        if (steps := state.last - state.first + 1) <= self._before:
+            state.say(f"profiler: records nothing, as it waits for {self._before} steps, and this run has {steps}")
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if state.device != "cpu" else [])]
         (state.run_dir / FOLDER).mkdir(exist_ok=True)
 

@@ -252,9 +252,10 @@ def test_options_that_a_step_adds_to_its_groups_go_on(start, stage):
     assert rest.losses == every.losses[3:] and len(rest.losses) == 3
 
 
-def test_an_optimizer_that_keeps_more_than_states_and_groups_does_not_go_on(start):
+@pytest.mark.parametrize("kind", ["beside", "named"])
+def test_an_optimizer_that_keeps_more_than_states_and_groups_does_not_go_on(start, kind):
     words = (*SMALL, *MODES["data_parallel"], "checkpoint.every=3", "train.steps=3")
-    words += ("optimizer={target: networks.Slowing, args: {kind: beside}}",)
+    words += (f"optimizer={{target: networks.Slowing, args: {{kind: {kind}}}}}",)
     ended = start(*words, folder="all")
     with pytest.raises(StrategyError) as refused:
         start(*words, "train.steps=6", f"train.resume={ended.folder}/checkpoints/step-00000003", folder="rest")

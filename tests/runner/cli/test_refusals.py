@@ -25,6 +25,9 @@ AXES = "parallel.layouts={{a: {{device_matrix: {a}, axes: {x}}}, b: {{device_mat
 
 # words of the command line, texts in the error
 BAD = [
+    # words
+    ((*QUICK, "hydra.run.dir="), "hydra.run.dir is empty"),
+    ((*QUICK, "~train.clip"), "leave the word out"),
     # the model
     ((*PARALLEL, "model.target=nowhere.Net"), "there is no module 'nowhere'"),
     ((*PARALLEL, "model.target=networks.Clasifier"), "Did you mean 'Classifier'?"),

@@ -36,6 +36,23 @@ def test_a_plan_becomes_a_file(command: Callable[..., Any], tmp_path: Path) -> N
     assert json.loads((tmp_path / "run/plan.json").read_text(encoding="utf-8"))["mesh"] == {"dp": 2, "tp": 4}
 
 
+def test_deepspeed_trains_in_the_precision_and_micro_batches_of_the_run(
+    command: Callable[..., Any], tmp_path: Path
+) -> None:
+    words = ("+recipe=data_parallel", "world_size=2", "train.accumulate=2", "data.batch_size=32", "hydra.run.dir=run")
+    for precision, section in {
+        "bf16": {"bf16": {"enabled": True}},
+        "fp16": {"fp16": {"enabled": True}},
+        "bf16_autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        "fp32": {},
+    }.items():
+        done = command("export", "deepspeed", *words, f"train.precision={precision}", "export.file=own.json")
+        assert done.code == 0, done.err
+        content = json.loads((tmp_path / "own.json").read_text(encoding="utf-8"))
+        assert content["train_micro_batch_size_per_gpu"] == 8 and content["gradient_accumulation_steps"] == 2
+        assert {key: one for key, one in content.items() if key in ("bf16", "fp16", "torch_autocast")} == section
+
+
 def test_what_has_no_program_is_refused(command: Callable[..., Any]) -> None:
     assert command("export", "+recipe=gpt_pipeline").err.rstrip().endswith("[MW465]")
     assert command("export", "pytorch", "+recipe=quickstart").err.rstrip().endswith("[MW204]")

@@ -237,6 +237,12 @@ def test_a_trace_names_collectives(start, more: tuple[str, ...]) -> None:
             assert {name.split(",")[0] for name in made} == {"inner (linear", "outer (linear", "gelu (gelu"}
 
 
+def test_a_run_that_is_too_short_for_a_trace_says_so(start) -> None:
+    ended = start(*SMALL, *ALONE, "train.steps=3", "train.callbacks=[profiler]")
+    said = (ended.folder / "ranks" / "0.log").read_text(encoding="utf-8")
+    assert "profiler: records nothing, as it waits for 3 steps, and this run has 3" in said
+
+
 def test_nan_watch_says_that_the_data_hold_it(start) -> None:
     with pytest.raises(
         RunFailed, match=r"an entry of the batch.* holds nan on rank 0.*networks\.py:\d+ \(forward\)"
