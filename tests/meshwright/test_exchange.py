@@ -779,7 +779,7 @@ class Total(nn.Linear):
         return super().forward(x).sum()
 
 
-@pytest.mark.parametrize("target", ["transformers", "deepspeed", "torchtitan"])
+@pytest.mark.parametrize("target", ["transformers", "parallelize_module", "deepspeed", "torchtitan"])
 def test_a_module_that_returns_a_number_is_planned(target: str) -> None:
     module = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), Total(16, 16))
     plan = meshwright.plan(module, (torch.randn(8, 16),), mesh={"tp": 2}, for_target=target, plan_cache=None)
@@ -901,7 +901,7 @@ def test_a_limit_leads_to_no_plan_that_the_target_cannot_say() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["transformers", "deepspeed"])
+@pytest.mark.parametrize("target", ["transformers", "parallelize_module", "deepspeed"])
 def test_a_plan_by_module_has_a_certificate(target: str) -> None:
     with torch.device("meta"):
         module, batch = Table(), (torch.empty(8, 16, dtype=torch.int64), torch.empty(8, 16, 4096))
