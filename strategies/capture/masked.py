@@ -529,13 +529,13 @@ class Selections:
         bound = inspect.signature(function).bind(*args, **kwargs)
         bound.apply_defaults()
         given = dict(bound.arguments)
-        tensors = [self.of(one) for name, one in given.items() if name != "weight" and isinstance(one, Tensor)]
-        one, target, reduction = tensors[0], tensors[-1], given["reduction"]
+        first, *_ = given.values()
+        one, target, reduction = self.of(first), self.of(given.get("target")), given["reduction"]
         old = given.get("size_average"), given.get("reduce")
-        if one is None or target is None or None in tensors or old != (None, None):
+        if one is None or (function in CLASSES and target is None) or old != (None, None):
             return NOT_KNOWN
         dense = self._dense(given, rows=True)
-        if function in CLASSES and target.dense.dtype is torch.int64 and reduction != "none":
+        if function in CLASSES and target is not None and target.dense.dtype is torch.int64 and reduction != "none":
             dense["target"] = target.rows(target.filled(given["ignore_index"]))
             return function(**dense)
         losses = function(**dense | {"reduction": "none"}).unflatten(0, one.mask.shape)

@@ -87,8 +87,8 @@ def check_goes_on(optimizer: Optimizer) -> None:
         raise StrategyError(
             "MW609",
             f"{type(optimizer).__name__} keeps {', '.join(sorted(map(str, beside)))} beside the states of parameters, "
-            "which no checkpoint holds, so no run can go on with it. Keep it in the state of parameters or in `param_groups`, "
-            "or begin with the weights alone (model.weights).",
+            "which no checkpoint holds, so no run can go on with it. Keep it in the state of parameters or in "
+            "`param_groups`, or begin with the weights alone (model.weights).",
         )
 
 

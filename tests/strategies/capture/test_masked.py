@@ -61,6 +61,9 @@ def elements(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> 
         + (error[:, :3] / net.heat).abs().sum(-1).mean()
         + F.mse_loss(h[chosen], y[chosen])
         + F.binary_cross_entropy_with_logits(h[chosen], (y > 0).to(h.dtype)[chosen], reduction="sum")
+        + F.binary_cross_entropy_with_logits(
+            h[chosen], (y > 0).to(h.dtype)[chosen], pos_weight=net.heat.detach() + y[0, 0]
+        )
         + torch.masked_select((h - y).square(), y > 0).mean()
         + F.kl_div(h[chosen].log_softmax(-1), y[chosen].softmax(-1), reduction="batchmean")
     )
