@@ -259,7 +259,7 @@ class _Deciding:
 
     def widen(self) -> bool:
         """Know more values from now on; False where there are none."""
-        return self.selections.widen() or self.constant.widen() or self.sizes.widen()
+        return self.constant.widen() or self.sizes.widen() or self.selections.widen()
 
     def choose(self, cause: BaseException) -> bool:
         """Choose what is to be an operator or a branch, after an error; False where there is nothing."""
