@@ -210,11 +210,13 @@ class Selections:
     expert is for all rows, so only where nothing else captures the forward."""
     left: bool = False
     """Whether such rows were not followed."""
+    tried: bool = False
 
     def widen(self) -> bool:
-        """Follow rows that went through a layer from now on; False where there are none."""
-        before, self.layers = self.layers, self.left
-        return self.layers and not before
+        """Follow rows that went through a layer from now on; False where there are none, or that was tried in vain."""
+        self.layers = self.left and not self.tried
+        self.tried |= self.layers
+        return self.layers
 
     def now(self) -> Selections:
         return Selections(dict(self.known), dict(self.places), [*self.packed])

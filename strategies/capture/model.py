@@ -259,7 +259,7 @@ class _Deciding:
 
     def widen(self) -> bool:
         """Know more values from now on; False where there are none."""
-        return self.constant.widen() or self.sizes.widen() or self.selections.widen()
+        return self.constant.widen() or self.selections.widen() or self.sizes.widen()
 
     def choose(self, cause: BaseException) -> bool:
         """Choose what is to be an operator or a branch, after an error; False where there is nothing."""
