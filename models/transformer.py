@@ -35,7 +35,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         if width % heads:
             raise ValueError(f"width = {width} is not a multiple of heads = {heads}; every head needs as many columns")
-        self.heads, self.dropout, self.causal = heads, dropout, causal
+        self.columns, self.dropout, self.causal = width // heads, dropout, causal
         self.q_proj = nn.Linear(width, width)
         self.k_proj = nn.Linear(width, width)
         self.v_proj = nn.Linear(width, width)
@@ -51,7 +51,7 @@ class SelfAttention(nn.Module):
     def _split(self, x: Tensor) -> Tensor:
         """[batch, sequence, width] -> [batch, heads, sequence, width / heads]."""
         batch, sequence, width = x.shape
-        return x.view(batch, sequence, self.heads, width // self.heads).transpose(1, 2)
+        return x.view(batch, sequence, width // self.columns, self.columns).transpose(1, 2)
 
 
 class FeedForward(nn.Module):

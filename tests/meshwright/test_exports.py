@@ -102,7 +102,7 @@ def test_the_bytes_of_the_exported_program_are_predicted(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "stage"), [("llama", 0), ("llama", 3), ("tied", 0)])
+@pytest.mark.parametrize(("model", "stage"), [("gpt", 0), ("llama", 0), ("llama", 3), ("tied", 0)])
 def test_styles_of_torch_train_as_one_device(
     on_ranks: Callable[..., Any], tmp_path: Path, model: str, stage: int
 ) -> None:
@@ -123,9 +123,17 @@ def test_styles_of_torch_train_as_one_device(
 def test_heads_that_a_module_counts_by_itself_are_not_sliced() -> None:
     """`view(batch, sequence, self.heads, x.shape[-1] // self.heads)` makes as many heads of a slice, with fewer
     columns."""
+
+    def split(x: Tensor) -> Tensor:
+        batch, sequence, width = x.shape
+        return x.view(batch, sequence, 4, width // 4).transpose(1, 2)
+
     styles = dict.fromkeys((f"layers.*.{path}" for path in IN["gpt"]), "colwise")
     styles |= {f"layers.*.{path}": "rowwise" for path in OUT}
-    plan = meshwright.from_tp_plan(styles, module_of("gpt"), tokens(), loss=next_token, mesh=2)
+    module = module_of("gpt")
+    for layer in range(2):
+        module.get_submodule(f"layers.{layer}.attention")._split = split
+    plan = meshwright.from_tp_plan(styles, module, tokens(), loss=next_token, mesh=2)
     for target in ("parallelize_module", "transformers", "deepspeed"):
         changed = {one.name for one in plan.expressible(target)}
         assert any(one.startswith("layers.0.attention.") for one in changed), target
