@@ -26,11 +26,11 @@ SPECS: dict[str, dict[str, Any]] = {
 }
 """AutoTP's words for the styles of transformers that it has."""
 PRECISION: dict[str, dict[str, Any]] = {
-    "bf16": {"bf16": {"enabled": True}},
-    "fp16": {"fp16": {"enabled": True}},
-    "bf16_autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": True},
+    "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
 }
-"""Its sections for `train.precision`; without one it trains in the dtype of the module."""
+"""Its sections, called like `train.precision` but for bf16_autocast; without one it trains in the dtype of the module."""
 
 
 def changes(prepared: Prepared) -> list[Change]:
@@ -58,10 +58,13 @@ def config(prepared: Prepared, title: str) -> str:
         "train_micro_batch_size_per_gpu": rows // copies,
         "gradient_accumulation_steps": train.accumulate,
         "gradient_clipping": train.clip or 0.0,  # left out, it would be 1.0
-        **PRECISION.get(train.precision, {}),
         "zero_optimization": {"stage": prepared.config.parallel.zero.known},
         "zero_allow_untested_optimizer": True,  # any that works by element
     }
+    section = "torch_autocast" if train.precision == "bf16_autocast" else train.precision
+    if section in PRECISION:
+        scale = {"loss_scale": train.loss_scale} if train.loss_scale else {}  # dynamic without
+        content[section] = PRECISION[section] | (scale if section == "fp16" else {})
     if axes:
         content["tensor_parallel"] = {
             "autotp_size": plan.mesh.product(axes),

@@ -212,11 +212,8 @@ class Branches:
             try:
                 args, kwargs = tree_unflatten(arguments, structure)  # of its own lists and dicts
                 returned = forward(module, *args, **kwargs)
-            except (
-                _Different,
-                GuardOnDataDependentSymNode,
-                StrategyError,
-            ):  # of a module that is to be chosen itself, or refused
+            except (_Different, GuardOnDataDependentSymNode, StrategyError):
+                # of a module that is to be chosen itself, or refused
                 raise
             except Exception as error:
                 if path.predicates:

@@ -369,7 +369,7 @@ class Selections:
         result = function(*args, **kwargs)
         if any(isinstance(leaf, Tensor) and self.of(leaf) is not None for leaf in tree_leaves((args, kwargs))):
             getter = getattr(function, "__name__", "") == "__get__"  # of a property, such as x.T
-            name = (function.__self__ if getter else function).__name__
+            name = getattr(function.__self__ if getter else function, "__name__", "a function")
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor) and (proxy := traced(leaf)[0]) is not None:
                     proxy.node.meta[STOPS] = name.strip("_")
@@ -474,8 +474,10 @@ class Selections:
 
     def _einsum(self, function: Any, equation: Any, *operands: Any) -> Any:
         """Sums of products of selected rows, over these or of each, and of what rows share."""
+        if not isinstance(equation, str):
+            return NOT_KNOWN
         operands = tuple(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
-        taken, arrow, made = equation.replace(" ", "").partition("->") if isinstance(equation, str) else ("", "", "")
+        taken, arrow, made = equation.replace(" ", "").partition("->")
         letters, known = taken.split(","), [self.of(one) for one in operands]
         rows = {own[:1] for own, one in zip(letters, known, strict=False) if one is not None}
         row = next(iter(rows))

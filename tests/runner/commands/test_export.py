@@ -42,11 +42,11 @@ def test_deepspeed_trains_in_the_precision_and_micro_batches_of_the_run(
     words = ("+recipe=data_parallel", "world_size=2", "train.accumulate=2", "data.batch_size=32", "hydra.run.dir=run")
     for precision, section in {
         "bf16": {"bf16": {"enabled": True}},
-        "fp16": {"fp16": {"enabled": True}},
+        "fp16 train.loss_scale=16": {"fp16": {"enabled": True, "loss_scale": 16.0}},
         "bf16_autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
         "fp32": {},
     }.items():
-        done = command("export", "deepspeed", *words, f"train.precision={precision}", "export.file=own.json")
+        done = command("export", "deepspeed", *words, *f"train.precision={precision}".split(), "export.file=own.json")
         assert done.code == 0, done.err
         content = json.loads((tmp_path / "own.json").read_text(encoding="utf-8"))
         assert content["train_micro_batch_size_per_gpu"] == 8 and content["gradient_accumulation_steps"] == 2
