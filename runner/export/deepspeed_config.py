@@ -30,7 +30,7 @@ PRECISION: dict[str, dict[str, Any]] = {
     "fp16": {"enabled": True},
     "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
 }
-"""Its sections, called like `train.precision` but for bf16_autocast; without one it trains in the dtype of the module."""
+"""Its sections for `train.precision`; without one it trains in the dtype of the module."""
 
 
 def changes(prepared: Prepared) -> list[Change]:
