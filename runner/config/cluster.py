@@ -111,7 +111,9 @@ class Group(Section):
 class ClusterForm(Section):
     """The cluster that a plan is for."""
 
-    name: str = setting("auto", "cluster=NAME chooses a description; auto: laptop_gloo on CPU, a dgx_h100 node on GPUs")
+    name: str = setting(
+        "auto", "Of a description, which cluster=NAME chooses; auto: laptop_gloo on CPU, a dgx_h100 node on GPUs"
+    )
     nodes: Count | None = setting(None, "Number of nodes, for clusters that have them")
     file: str | None = setting(None, "A description of your own, such as `run calibrate` writes", min_length=1)
     groups: tuple[Group, ...] = setting(
@@ -128,6 +130,17 @@ class ClusterForm(Section):
             raise refusal(
                 f"cluster.machine.flops of {self.name!r} lacks float32, from which other dtypes follow; add it.",
                 "cluster.machine.flops",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _describes(self) -> ClusterForm:
+        if self.machine is None and self.name != "auto":
+            raise refusal(
+                f"cluster.name = {self.name!r} is what a description is called, and chooses none; choose one with "
+                f"cluster={self.name} on the command line, or with `override /cluster: {self.name}` in the defaults "
+                "of a recipe.",
+                "cluster.name",
             )
         return self
 

@@ -13,14 +13,13 @@ gradients that are not finite.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 from torch.autograd import Function
 from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import Node as Backward
@@ -28,11 +27,13 @@ from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import track_tensor_tree
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from strategies.capture import derivatives
+from strategies.capture.constants import behind, traced
 from strategies.capture.nodes import AUTOGRAD_FUNCTION, beneath_tracing, draws, fakes, file_of, proxy_mode, replaced
 from strategies.core.errors import StrategyError
 from strategies.rules.declared import function_name, lines_of
@@ -82,10 +83,9 @@ def functions_as_operators(training: bool) -> Iterator[None]:
 
     def without_reentry(*args: Any, **kwargs: Any) -> Iterator[None]:
         tracing = proxy_mode()
-        nodes = tracing.tracer.graph.nodes if tracing and training and torch.is_grad_enabled() else ()
-        before = len(nodes)
-        yield from generator(*args, **kwargs)
-        _check_written(islice(nodes, before, None))
+        recomputes = tracing is not None and training and torch.is_grad_enabled()
+        with _written_once(tracing.tracer.graph) if tracing is not None and recomputes else nullcontext():
+            yield from generator(*args, **kwargs)
 
     generator = checkpoint._checkpoint_without_reentrant_generator
     level: Any = _SingleLevelFunction  # between Function, which calls it, and the class whose method it stands for
@@ -149,10 +149,8 @@ def _checkpointed(function: Any, args: Sequence[Any], tracer: Any) -> Any:
             f"The model recomputes a part by {function_name(function)}, which makes gradients that capture cannot "
             "see; call torch.utils.checkpoint.checkpoint with use_reentrant=False instead.",
         )
-    before = len(tracer.graph.nodes)
-    results = args[0](*args[2 : None if own else 2 + args[1]])
-    recorded = list(islice(tracer.graph.nodes, before, None))
-    _check_written(recorded)
+    with _written_once(tracer.graph) as recorded:
+        results = args[0](*args[2 : None if own else 2 + args[1]])
     if own:
         return results
     if any(map(draws, recorded)):
@@ -167,18 +165,44 @@ def _checkpointed(function: Any, args: Sequence[Any], tracer: Any) -> Any:
     return results
 
 
-def _check_written(recorded: Iterable[Node]) -> None:
-    """Raises StrategyError for nodes of a checkpointed part that write to buffers."""
-    for node in recorded:
-        written = _aliased(node) if getattr(_schema(node), "is_mutable", False) else None
-        while written is not None and _aliased(written) is not None:
-            written = _aliased(written)  # what a view is of
-        if written is not None and written.op != "call_function":
-            raise StrategyError(
-                "MW904",
-                "The model calls torch.utils.checkpoint with a part that writes to buffers, as batch norm does, and "
-                "backward would write once more; call the part itself and set parallel.recompute, which writes once.",
-            )
+@contextmanager
+def _written_once(graph: fx.Graph) -> Iterator[list[Node]]:
+    """The nodes of a checkpointed part, which is traced within this context. Raises StrategyError where they write to
+    buffers, or a buffer is replaced by what is computed from it."""
+    before, recorded, replacing = len(graph.nodes), list[Node](), list[tuple[Tensor, Tensor]]()
+
+    def assigned(module: nn.Module, name: str, value: Tensor | None) -> None:
+        old = module._buffers.get(name)
+        if old is not None and value is not None and value is not old:
+            replacing.append((old, value))
+
+    hook = register_module_buffer_registration_hook(assigned)
+    try:
+        yield recorded
+    finally:
+        hook.remove()
+    nodes = list(graph.nodes)
+    recorded += nodes[before:]
+    if any(map(_writes_outside, recorded)) or any(_follows(old, value, nodes) for old, value in replacing):
+        raise StrategyError(
+            "MW904",
+            "The model calls torch.utils.checkpoint with a part that writes to buffers, as batch norm does, and "
+            "backward would write once more; call the part itself and set parallel.recompute, which writes once.",
+        )
+
+
+def _writes_outside(node: Node) -> bool:
+    """Whether a node writes to what the graph does not compute."""
+    written = _aliased(node) if getattr(_schema(node), "is_mutable", False) else None
+    while written is not None and _aliased(written) is not None:
+        written = _aliased(written)  # what a view is of
+    return written is not None and written.op != "call_function"
+
+
+def _follows(old: Tensor, value: Tensor, nodes: Sequence[Node]) -> bool:
+    """Whether a value is computed from an old one."""
+    first, last = traced(old)[0], traced(value)[0]
+    return first is not None and last is not None and first.node in behind(last.node, nodes)
 
 
 def _schema(node: Node) -> Any:
@@ -190,7 +214,8 @@ def _aliased(node: Node) -> Node | None:
     schema = _schema(node)
     if schema is None or not schema.returns or schema.returns[0].alias_info is None:
         return None
-    return next((operand for operand in node.args if isinstance(operand, Node)), None)
+    given = [node.kwargs[one.name] for one in schema.arguments if one.is_out and one.name in node.kwargs]
+    return next((operand for operand in (*given, *node.args) if isinstance(operand, Node)), None)
 
 
 def _edge(tensor: Tensor) -> Edge:

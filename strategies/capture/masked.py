@@ -328,6 +328,10 @@ class Selections:
             return self._einsum(function, *args)
         if first and len(known) == 1 and (merged := _merges(name, args, kwargs)) > 1:
             one, result = known[0], function(*args, **kwargs)
+            if all(size == 1 for size in one.result.shape[1:merged]):  # as squeeze does
+                last = one.mask.dim() - 1
+                self._note(result, one.mask, one.dense.flatten(last, last + merged - 1), one.layered)
+                return result
             shape = (*one.mask.shape, *one.result.shape[1:merged])
             mask = one.mask.reshape(*one.mask.shape, *(1,) * (merged - 1)).expand(shape)
             self._note(result, self._known(mask), one.dense, one.layered)

@@ -28,6 +28,7 @@ BAD = [
     # words
     ((*QUICK, "hydra.run.dir="), "hydra.run.dir is empty"),
     ((*QUICK, "~train.clip"), "leave the word out"),
+    ((*QUICK, "cluster.name=dgx_h100"), "choose one with cluster=dgx_h100"),
     # the model
     ((*PARALLEL, "model.target=nowhere.Net"), "there is no module 'nowhere'"),
     ((*PARALLEL, "model.target=networks.Clasifier"), "Did you mean 'Classifier'?"),

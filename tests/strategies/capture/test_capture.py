@@ -139,6 +139,16 @@ def computed_again(net: Net, x: Tensor) -> Tensor:
     return CheckpointFunction.apply(again, 1, net.dense(x), *again.parameters())
 
 
+def fresh(net: Net, x: Tensor) -> Tensor:
+    """Writes the same once more."""
+
+    def part(h: Tensor) -> Tensor:
+        net.table = h.detach().mean(0)
+        return (h * net.table).tanh()
+
+    return checkpoint(part, net.dense(x), use_reentrant=False)  # type: ignore[no-any-return]
+
+
 BODIES: dict[str, tuple[Callable[[Net, Tensor], Any], dict[str, Any]]] = {
     "called three times": (lambda net, x: net.dense(net.dense(net.dense(x))), {}),
     "one tensor twice": (
@@ -160,6 +170,7 @@ BODIES: dict[str, tuple[Callable[[Net, Tensor], Any], dict[str, Any]]] = {
     "checkpoint": (lambda net, x: checkpoint(net.dense, net.dense(x), use_reentrant=False), {}),
     "reentrant checkpoint": (lambda net, x: checkpoint(net.dense, net.dense(x), use_reentrant=True), {}),
     "checkpoint that is given the parameters": (computed_again, {}),
+    "checkpoint that makes a buffer anew": (fresh, {"table": torch.zeros(8)}),
     "batch norm": (lambda net, x: net.norm(net.dense(x)), {"norm": nn.BatchNorm1d(8)}),
     "one module, two names": (lambda net, x: net.again(net.dense(x)), {}),
 }
@@ -346,6 +357,14 @@ def wrong_shape(net: Net, x: Tensor) -> Tensor:
     return net.dense(x) @ x[:3]
 
 
+def replacing(net: Net, x: Tensor) -> Tensor:
+    def part(h: Tensor) -> Tensor:
+        net.table = net.table * 0.9 + h.detach().mean(0)
+        return (h * net.table).tanh()
+
+    return checkpoint(part, net.dense(x), use_reentrant=False)  # type: ignore[no-any-return]
+
+
 REFUSED: dict[str, tuple[Callable[[Net, Tensor], Any], str]] = {
     "branch": (branch, "branch or a shape from the values of a tensor at capture/test_capture.py:"),
     "wrong shape": (
@@ -375,6 +394,13 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Any], str]] = {
         lambda net, x: checkpoint(lambda h: h * net.table.add_(1), net.dense(x), use_reentrant=True),
         "backward would write once more",
     ),
+    "checkpoint that counts in a given tensor": (
+        lambda net, x: checkpoint(
+            lambda h: h * torch.add(net.table, 1.0, out=net.table), net.dense(x), use_reentrant=False
+        ),
+        "backward would write once more",
+    ),
+    "checkpoint that replaces a buffer": (replacing, "backward would write once more"),
     "checkpoint that draws again": (
         lambda net, x: CheckpointFunction.apply(F.dropout, 1, net.dense(x)),
         "draws other random numbers in backward",

@@ -197,6 +197,7 @@ def merged(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Te
     flat, part = h[chosen].view(-1), h[chosen]
     return (
         (flat * y[chosen].flatten()).mean()
+        + F.mse_loss(part[:, :1].view(-1), y[chosen][:, 1])
         + part.view(-1, 2, 3).reshape(-1, 3).exp().sum(0).square().sum()
         + flat.logsumexp(0)
         + (part.logsumexp(-1) * part.softmax(0).sum(-1)).sum()
