@@ -326,7 +326,7 @@ class Selections:
         first = bool(args) and self.of(args[0]) is known[0]
         if name == "einsum" and not kwargs:
             return self._einsum(function, *args)
-        if first and len(known) == 1 and (merged := _merges(name, args, kwargs)) > 1:
+        if first and len(known) == 1 and (merged := merged_dims(name, args, kwargs)) > 1:
             one, result = known[0], function(*args, **kwargs)
             if all(size == 1 for size in one.result.shape[1:merged]):  # as squeeze does
                 last = one.mask.dim() - 1
@@ -620,7 +620,7 @@ def _is_sum_of_powers(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return order in ("fro", None) or (type(order) in (int, float) and order >= 1)
 
 
-def _merges(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+def merged_dims(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     """How many dims a call makes one, from the first on."""
     shape, rest = args[0].shape, args[1:]
     rank = len(shape)

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import _reduction, functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
-from strategies.capture.masked import LOSSES
+from strategies.capture.masked import LOSSES, merged_dims
 
 ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
 """Of both functions."""
@@ -83,19 +84,20 @@ class MeanWeights(TorchFunctionMode):
 
     def _is_of_selected(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
         """Whether a call is the mean of elements that a mask has selected, or of a function of each."""
-        if not isinstance(result, Tensor):
-            return False
         if name in SELECTIONS and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
             self._selected[id(result)] = weakref.ref(result)
             return False
         known = next((one for one in args if (at := self._selected.get(id(one))) is not None and at() is one), None)
         if known is None or not known.dim():
             return False
-        if result.dim():
-            if str(result.shape[0]) == str(known.shape[0]):  # which may be symbols that cannot be compared
-                self._selected[id(result)] = weakref.ref(result)
+        if not isinstance(result, Tensor) or result.dim():
+            joins = args[0] is known and merged_dims(name, args, kwargs) > 1
+            for one in tree_leaves(result):  # largest elements come with their places
+                # sizes may be symbols that cannot be compared
+                if isinstance(one, Tensor) and one.dim() and (joins or str(one.shape[0]) == str(known.shape[0])):
+                    self._selected[id(one)] = weakref.ref(one)
             return False
-        if func in LOSSES:
+        if inspect.unwrap(func) in LOSSES:
             bound = inspect.signature(func).bind(*args, **kwargs)
             bound.apply_defaults()
             means = _reduction_of(bound.arguments) == "mean"
