@@ -684,6 +684,9 @@ def _is_size(size: Any, symbol: Any) -> bool:
 
 
 def _larger(one: Any, other: Any) -> Any:
+    for number, tensor in ((one, other), (other, one)):
+        if type(number) is int and isinstance(tensor, Tensor):
+            return tensor.clamp(min=number)  # which is known of the divisors of means
     return torch.where(other > one, other, one)
 
 

@@ -55,6 +55,9 @@ class Tokens(nn.Module):
         if self.loss == "written out":
             losses, mask = functional.cross_entropy(logits.mT, labels, reduction="none"), labels != -100
             return (losses * mask).sum() / mask.float().sum().clamp(min=1)
+        if self.loss == "by a length":
+            losses = functional.cross_entropy(logits.mT, labels, reduction="none")[labels != -100]
+            return losses.sum() / max(1, len(losses))
         if self.loss in ("weights of sum 1", "losses by a sum"):
             losses, mask = functional.cross_entropy(logits.mT, labels, reduction="none"), (labels != -100).float()
             return (losses * (mask / mask.sum()) if self.loss == "weights of sum 1" else losses / mask.sum()).sum()
@@ -156,8 +159,9 @@ def test_labels_that_a_forward_computes_row_by_row_count(loss):
     assert count.of(twice, everywhere(twice[0].shape)) == 2 * wanted
 
 
-def test_a_mean_that_is_written_out_counts():
-    captured_model, batch = captured(Tokens("written out"), None)
+@pytest.mark.parametrize("loss", ["written out", "by a length"])
+def test_a_mean_that_is_written_out_counts(loss):
+    captured_model, batch = captured(Tokens(loss), None)
     (divisor,) = each_counted(captured_model.graph, captured_model.tensors)
     assert isinstance(divisor, Divisor)
     rows = [[entry[part] for entry in batch] for part in (slice(0, 1), slice(1, ROWS))]

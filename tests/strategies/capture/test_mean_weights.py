@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from strategies.capture import Objective, capture
 from strategies.core.errors import StrategyError
+from strategies.core.graph import Ref
 
 
 class Supervised(nn.Module):
@@ -76,6 +77,42 @@ def test_the_weights_multiply_the_means(step: tuple[Objective, list[Tensor]]) ->
     assert loss(*[1.0] * MEANS) == ones
     each = [loss(*(float(number == kept) for number in range(MEANS))) for kept in range(MEANS)]
     assert sum(each) == pytest.approx(ones) and min(each) > 0
+
+
+class Experts(nn.Module):
+    """A loop over the experts that rows choose, before two means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.inner):
+            at = (x.argmax(-1) % 2 == number).nonzero()[:, 0]
+            if len(at):
+                out[at] = expert(x[at])
+        return out
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Experts()
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        h, counted = self.experts(x), labels > 1
+        return functional.cross_entropy(h, labels) + functional.mse_loss(h[counted], x[counted])
+
+
+def test_means_behind_a_loop_over_experts_are_weighed(step: tuple[Objective, list[Tensor]]) -> None:
+    """Such a forward is called once more, without gradients."""
+    weights = [torch.ones(()), torch.ones(())]
+    graph = capture(
+        Objective(Routed(), None, ("x", "labels"), ()).weighed(2), [*step[1], *weights], training=True
+    ).graph
+    assert "called_module" in {operator.op for operator in graph.operators}
+    assert all(graph.users[Ref(one.id)] for one in graph.of_kind("input"))
 
 
 def test_nothing_is_weighed_where_other_means_are_computed(step: tuple[Objective, list[Tensor]]) -> None:
