@@ -86,6 +86,15 @@ def opaque(function: Function, shaped: Function, name: str = CALL) -> Function:
     return call
 
 
+_copied = opaque(lambda tensors: [one.clone() for one in tensors], lambda tensors: [*map(torch.empty_like, tensors)])
+
+
+def old_value(buffer: Tensor) -> Tensor:
+    """The value of a buffer that the end of a forward writes, for operators whose backward needs it: of what they
+    compute from it the compiler would keep the buffer itself."""
+    return _copied([buffer])[0]
+
+
 def opaque_carrier(carrier: Carrier, paths: Sequence[ReshardingPath], mesh: Mesh) -> Carrier:
     """`carrier`, which follows `paths`, as the compiler can take it; itself where nothing is sent."""
     if all(step.kind in LOCAL for step in paths[0]):
@@ -199,6 +208,24 @@ def _opaque_draw(node: fx.Node, key: fx.Node, ordinals: list[fx.Node], tensors: 
 def is_unrolled(target: str) -> bool:
     """Whether the compiler unrolls an operator over time, which takes minutes for a hundred steps."""
     return target.split(".")[0] == "aten" and target.split(".")[1] in NETWORKS
+
+
+def is_scaled(target: str, arguments: Container[str]) -> bool:
+    """Whether an operator adds a multiple of its second operand."""
+    return target.startswith(("aten.add.", "aten.sub.")) and "alpha" in arguments
+
+
+def scaling(target: str) -> Callable[..., Any]:
+    """Such an operator as two: where that operand is a product of matrices, inductor (torch 2.13) adds it once, without
+    the multiple."""
+    function = resolve(target)
+
+    def call(one: Any, other: Any, *, alpha: Any) -> Any:
+        return function(one, other * alpha)
+
+    call.__name__ = call.__qualname__ = f"scaled_{target.split('.')[1]}"
+    call.__module__ = "scaled"
+    return call
 
 
 def in_eager(target: str) -> Callable[..., Any]:

@@ -46,7 +46,15 @@ from strategies.core.steps import ReshardingPath
 from strategies.lowering.recompute import RegionPart, parts_of
 from strategies.rules.registry import resolve
 from strategies.runtime.communicator import Communicator
-from strategies.runtime.compiled import OPTIONAL, in_eager, is_unrolled, make_random_opaque
+from strategies.runtime.compiled import (
+    OPTIONAL,
+    in_eager,
+    is_scaled,
+    is_unrolled,
+    make_random_opaque,
+    old_value,
+    scaling,
+)
 from strategies.runtime.cooperation import cooperating
 from strategies.runtime.flight_recorder import recorder, with_place
 from strategies.runtime.naming import OWN, attach, inside, private, reach, register, variable
@@ -226,6 +234,7 @@ class _Tree:
         self.taken = {id: sorted(indices) for id, indices in results.items()}
         # DeepSpeed holds parameters of shape () with shape (1,), so code views them as what they are
         self.scalars = {source.name for source in program.parameters if not source.spec.shape}
+        self.written = {id for id, _ in program.updates}
         self.numbers: dict[Hashable, int] = {}
         self.path_numbers: dict[int, int] = {}  # by id: the program holds them
         self.calls = {step.id: self._number(self._call(step)) for step in program.instructions}
@@ -290,7 +299,8 @@ class _Tree:
                     name = self.owned[ref]
                     own = not path or name.startswith(f"{path}.")
                     word = name.removeprefix(f"{path}.") if own else ("foreign", len(values))
-                    values[ref] = ("scalar", word) if name in self.scalars else word
+                    copied = self.compiled and ref.id in self.written
+                    values[ref] = ("scalar" if name in self.scalars else "old" if copied else "", word)
                 else:
                     values[ref] = position[ref.id], ref.index
             return values[ref]
@@ -405,6 +415,8 @@ class _Tree:
                 local = leaf if owner == path else private(full, units, tensors, self.reserved)
                 tensors.append(local)
                 values[ref] = reached("get_attr", local)
+                if self.compiled and ref.id in self.written:
+                    values[ref] = graph.call_function(old_value, (values[ref],))
                 if full in self.scalars:
                     values[ref] = graph.call_function(torch.ops.aten.view.default, (values[ref], []))
             return values[ref]
@@ -472,7 +484,9 @@ class _Tree:
             make = partial(cooperating, step, self.communicator, kept)
         elif isinstance(step, Compute):
             eager = self.compiled and is_unrolled(step.target)
-            key, make = step.target, partial(in_eager if eager else resolve, step.target)
+            scaled = self.compiled and is_scaled(step.target, dict(step.kwargs))
+            of = in_eager if eager else scaling if scaled else resolve
+            key, make = (step.target, scaled), partial(of, step.target)
         elif isinstance(step, Copy):
             key, make = ("copy", step.host), partial(copier, step.host, self.device, self.copied)
         else:

@@ -16,7 +16,9 @@ from strategies.core.graph import Ref, TensorSpec
 from strategies.core.layout import Layout
 from strategies.core.mesh import Mesh
 from strategies.core.program import Fused, LoweringOptions, Redistribute
+from strategies.core.request import Request
 from strategies.lowering.lowering import lower
+from strategies.planner.planner import make_plan
 from strategies.resharding.path import resharding_path
 from strategies.runtime import compiled
 from strategies.runtime.communicator import Communicator
@@ -244,3 +246,48 @@ def test_missing_compilers_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
     assert "there is no C compiler" in str(compiled.missing("cuda"))
+
+
+class Codebook(nn.Module):
+    """Rows nearest to those of a batch, which the forward moves towards it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 8)
+        self.register_buffer("rows", torch.randn(4, 8))
+        self.register_buffer("sums", torch.randn(4, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        nearest = torch.cdist(h, self.rows).argmin(-1)
+        found = self.rows[nearest]
+        with torch.no_grad():
+            self.sums.mul_(0.9).add_(F.one_hot(nearest, 4).to(h.dtype).T @ h, alpha=0.1)
+            self.rows.copy_(self.sums / 2)
+        return F.mse_loss(h, found)
+
+
+@pytest.mark.filterwarnings("ignore")  # of the compiler itself
+def test_buffers_that_a_forward_writes() -> None:
+    """As in a pipeline, a forward comes before the backward of the one before; inductor (torch 2.13) adds the product
+    in `add(alpha=)` without the multiple, and keeps buffers instead of what a backward reads of them."""
+    torch.manual_seed(0)
+    batches = [torch.randn(8, 6, dtype=torch.float64) for _ in range(3)]
+    model = Model(Codebook(), None, (batches[0],))
+    program = lower(model.graph, make_plan(model.graph, Request("data_parallel", 1)), LoweringOptions())
+    found: list[list[Tensor]] = []
+    for compiling in (False, True):
+        tensors = {
+            name: nn.Parameter(value.clone()) if name in program.trainable_names else value.clone()
+            for name, value in model.values.items()
+            if name in program.tensors
+        }
+        module = build(program, tensors, Communicator(program.mesh, 0), "cpu", compiled=compiling)
+        if compiling:
+            compiled.compile_units(module, "cpu")
+        losses = [module(batch) for batch in batches]
+        losses[0].backward()
+        gradients = [one.grad for one in tensors.values() if one.grad is not None]
+        found.append([*map(Tensor.detach, losses), *gradients, tensors["rows"], tensors["sums"]])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
