@@ -95,10 +95,11 @@ PRODUCTS = frozenset({"matmul", "mm"})
 """Likewise, where the second operand is a matrix or a vector."""
 FILLS = {
     **dict.fromkeys(("log_softmax", "logsumexp", "softmax"), -torch.inf),
-    **dict.fromkeys(("count_nonzero", "cumsum", "linalg_norm", "linalg_vector_norm", "norm", "normalize"), 0),
+    **dict.fromkeys(("count_nonzero", "linalg_norm", "linalg_vector_norm", "norm", "normalize"), 0),
     "prod": 1,
 }
-"""What may stand for the rest where these take all that is selected."""
+"""What may stand for the rest where these take all that is selected, in any order: that of packed sequences is not that
+of the mask."""
 LOSSES = frozenset(
     getattr(functional, name)
     for name in """
@@ -472,7 +473,7 @@ class Selections:
         if not one.dense.is_floating_point() or ("norm" in name and not _is_sum_of_powers(args, kwargs)):
             return NOT_KNOWN
         rows = function(one.rows(one.filled(FILLS[name])), *args[1:], **kwargs)
-        if name not in ("cumsum", "log_softmax", "normalize", "softmax"):
+        if name not in ("log_softmax", "normalize", "softmax"):
             return rows
         return self._both(function, args, kwargs, one, rows.unflatten(0, one.mask.shape))
 

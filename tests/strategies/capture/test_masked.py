@@ -203,7 +203,6 @@ def merged(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Te
         + (part.logsumexp(-1) * part.softmax(0).sum(-1)).sum()
         + part.logsumexp(0).sum()
         + part.log_softmax(0).mean()
-        + (part.cumsum(0) * y[chosen]).sum()
         + part.norm()
         + torch.linalg.norm(part, dim=0).sum()
         + (F.normalize(part, dim=0) * F.normalize(y[chosen])).sum()
