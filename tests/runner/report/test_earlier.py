@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 
 import pytest
 from composing import compose_config
 
 from runner.build import watched_files
 from runner.commands import plan as planning
+from runner.data.text import cached
 from runner.planning import joint
-from runner.report.earlier import PlanReport
+from runner.report.earlier import PlanReport, Reports
 
 NET = """
 from torch import nn
@@ -52,15 +52,16 @@ def planned(tmp_path, monkeypatch, capsys):
     sys.modules.pop("own_net", None)
 
 
-def test_texts_that_the_first_run_joins_hinder_no_report(planned, tmp_path, monkeypatch):
+def test_texts_that_the_first_run_joins_hinder_no_report(tmp_path, monkeypatch):
+    """Nor do other files of the user's cache: their names have the digest of what they are made of."""
+    monkeypatch.setattr(watched_files, "_seen", watched_files._Seen())
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    reading = "from runner.data.text import cached\ncached('text-0.bytes', lambda: [b'']).read_bytes()\n"
-    (tmp_path / "own_net.py").write_text(reading + NET, encoding="utf-8")
-    monkeypatch.setattr(watched_files, "BEGUN", time.time_ns())
-    described = ("cluster=dgx_h100", "world_size=4", "data.batch_size=64")
-    assert planned("a", *described)[2]
-    # another worker may write byte code beside a module that is watched, in a new checkout
-    assert not all(planned(name, *described)[2] for name in "bcd")
+    config = compose_config("+recipe=gpt", "job=plan", "cluster=dgx_h100", f"parallel.plan_cache={tmp_path / 'cache'}")
+    watched = Reports(config, tmp_path / "run").watched
+    joined, other = cached("text-0.bytes", lambda: iter([b""])), tmp_path / "text-0.bytes"
+    other.touch()
+    assert {*watched._state(map(str, (joined, other)))} == {str(other)}
 
 
 def test_report_is_found_until_a_file_changes(planned, tmp_path):
