@@ -109,6 +109,9 @@ def _certain(tensor: Tensor) -> bool | None:
     drawn, rate = node.args
     if not isinstance(drawn, fx.Node) or op_of(drawn) not in DRAWN or type(rate) not in (int, float):
         return None
+    operators = (one.target for one in behind(node, list(node.graph.nodes)))
+    if any(isinstance(one, OpOverload) and one._schema.is_mutable for one in operators):
+        return None  # it was written since, perhaps through a view
     return None if 0 < rate < 1 else less == (rate >= 1)  # type: ignore[operator]
 
 

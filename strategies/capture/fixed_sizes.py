@@ -141,7 +141,8 @@ def _run(
     for module, path in paths.items():
         inside = [share for layer, share in shares.items() if layer.startswith(f"{path}.")]
         for name in {*sizes} & vars(module).keys() if inside and path not in ("", "model") else ():
-            vars(module)[name] //= inside[0]
+            if type(value := vars(module)[name]) is int:
+                vars(module)[name] = value // inside[0]
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(_as_wide_as_before)
             if path in shares:

@@ -212,6 +212,7 @@ class Selections:
     left: bool = False
     """Whether such rows were not followed."""
     tried: bool = False
+    """Whether `layers` has been true."""
 
     def widen(self) -> bool:
         """Follow rows that went through a layer from now on; False where there are none, or that was tried in vain."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from strategies.capture.masked import STOPS
-from strategies.capture.nodes import at, call, draws, op_of, shaped_by_values
+from strategies.capture.nodes import COMPARED, at, call, draws, op_of, shaped_by_values
 from strategies.core.errors import StrategyError
 
 aten = torch.ops.aten
@@ -96,7 +96,7 @@ def _unused(node: fx.Node, behind: Collection[fx.Node]) -> bool:
     """Whether nothing takes a node that returns a number, or is behind a tensor whose shape depends on values. A size
     of such a tensor counts as taken where the tensor is, as it names the error."""
     writes = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
-    if node.users or draws(node):
+    if node.users or draws(node) or node.target is COMPARED:
         return False
     if not (_is_number(node) or shaped_by_values(node) or (node in behind and not writes)):
         return False

@@ -418,14 +418,8 @@ def exported(rank: Any, given: tuple[Path, str]) -> dict[str, float]:
             loss.backward()
         expected = loss_at(eager(x), y)
         expected.backward()
-        learnt = {name: one.grad for name, one in eager.named_parameters() if one.grad is not None}
-        gradients = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
-        complete = {name: gradient.full_tensor() for name, gradient in gradients.items()}  # type: ignore[operator]
-        ours = {"loss": float(loss.detach().full_tensor()), "gradients": complete}  # type: ignore[operator]
-        theirs = {"loss": float(expected.detach()), "gradients": learnt}
-        gap, found = of_step(ours, theirs, TOLERANCE["fp32"], ROUNDING["fp32"])
-        worst["loss"] = max(worst["loss"], gap)
-        worst["gradient"] = max(worst["gradient"], *found.values())
+        own = float(loss.detach().full_tensor())  # type: ignore[operator]
+        worst = _worse(worst, (own, module), (float(expected.detach()), eager))
         for optimizer in pair:
             optimizer.step()
             optimizer.zero_grad()
@@ -452,25 +446,28 @@ def styled(rank: Any, given: tuple[Path, str]) -> dict[str, float]:
     worst = {"loss": 0.0, "gradient": 0.0}
     for batch in ([x, y.clamp(min=0)] for x, y in batches):  # as many targets on all ranks
         x, y = program.own_rows(batch, mesh)
-        with Counting(mesh) as sent:
-            loss = loss_of(module(x), y)
-            loss.backward()
-        expected = loss_of(eager(batch[0]), batch[1])
+        loss, expected = loss_of(module(x), y), loss_of(eager(batch[0]), batch[1])
+        loss.backward()
         expected.backward()
         mean = loss.detach().clone()
         dist.all_reduce(mean)
-        gradients = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
-        complete = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in gradients.items()}
-        ours = {"loss": float(mean) / dist.get_world_size(), "gradients": complete}
-        learnt = {name: one.grad for name, one in eager.named_parameters() if one.grad is not None}
-        gap, found = of_step(
-            ours, {"loss": float(expected.detach()), "gradients": learnt}, TOLERANCE["fp32"], ROUNDING["fp32"]
-        )
-        worst = {"loss": max(worst["loss"], gap), "gradient": max(worst["gradient"], *found.values())}
+        own = float(mean) / dist.get_world_size()
+        worst = _worse(worst, (own, module), (float(expected.detach()), eager))
         for optimizer in pair:
             optimizer.step()
             optimizer.zero_grad()
-    return worst | {"bytes": sum(call.bytes for call in sent.calls)}
+    return worst
+
+
+def _worse(worst: dict[str, float], *sides: tuple[float, nn.Module]) -> dict[str, float]:
+    """`worst`, or the relative differences between the loss and gradients of a module and of eager's."""
+    made = []
+    for loss, module in sides:
+        found = {name: one.grad for name, one in module.named_parameters() if one.grad is not None}
+        gradients = {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in found.items()}
+        made.append({"loss": loss, "gradients": gradients})
+    gap, each = of_step(*made, TOLERANCE["fp32"], ROUNDING["fp32"])
+    return {"loss": max(worst["loss"], gap), "gradient": max(worst["gradient"], *each.values())}
 
 
 def transformed(rank: Any, given: tuple[Path, Path]) -> dict[str, float]:

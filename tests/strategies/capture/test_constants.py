@@ -230,6 +230,13 @@ def of_itself(_: Net, h: Tensor) -> Tensor:
     return h * 0 if mean != mean else h
 
 
+def scaled_draw(_: Net, h: Tensor) -> Tensor:
+    """No number between 0 and 1 any more."""
+    number = torch.rand(1)
+    number.view(-1).mul_(10)
+    return h if number < 1 else -h
+
+
 UNKNOWN: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "number": lambda _, h: h if math.isfinite(h.sum().item()) and not np.isnan(h.sum().item()) else -h,
     "number and itself": of_itself,
@@ -237,6 +244,7 @@ UNKNOWN: dict[str, Callable[[Net, Tensor], Tensor]] = {
     "batch": lambda _, h: h if (h > 0).any() else -h,
     "parameter": lambda net, h: h if net.dense.weight.max() > 0 else -h,
     "written": lambda _, h: h if written(h).any() else -h,
+    "drawn and written": scaled_draw,
     "drawn": lambda _, h: h if torch.rand(3).max() > 0.5 else -h,
     "check that is caught": caught_check,
 }

@@ -33,6 +33,21 @@ class Following(Fixed):
         return x.view(*x.shape[:2], x.shape[-1] // 2, 2)
 
 
+class Unset(Following):
+    """Does not say how many heads of keys it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_kv_heads: int | None = None
+
+
+class Counting(Fixed):
+    """Splits a slice into as many heads, with fewer columns."""
+
+    def split(self, x: torch.Tensor, heads: int) -> torch.Tensor:
+        return x.view(*x.shape[:2], heads, x.shape[-1] // heads)
+
+
 class Reading(Following):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         torch._check(bool(x.isfinite().all()))
@@ -54,6 +69,17 @@ def test_views_by_sizes_of_the_model_are_found(on: str) -> None:
     found = fixed(Following(), Fixed(), Following(), Fixed(), on=on)
     assert found == ["1.view@0", "1.view@1", "3.view@0", "3.view@1"]
     assert fixed(Following(), on=on) == []
+
+
+def test_views_that_split_a_slice_into_as_many_parts_are_found() -> None:
+    assert fixed(Following(), Counting()) == ["1.view@0", "1.view@1"]
+
+
+@pytest.mark.parametrize(("part", "unsliced"), [(Counting, {"1"}), (Unset, set())])
+def test_modules_that_count_their_heads_under_another_name_are_unsliced(part: Any, unsliced: set[str]) -> None:
+    step = Objective(nn.Sequential(Following(), part()), nn.MSELoss(), ("0", "1"), ("1",), target="deepspeed")
+    batch = [torch.randn(2, 3, 12), torch.randn(2, 3, 12)]
+    assert capture(step, batch, training=True).graph.unsliced_modules == unsliced
 
 
 def test_a_model_that_reads_numbers_is_not_judged() -> None:
