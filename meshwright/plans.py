@@ -6,7 +6,6 @@ The arguments of `plan` are keys of a config; everything from there on is what `
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +36,7 @@ from runner.planning.given import prepare_given
 from runner.planning.prepare import Prepared
 from runner.report import text
 from runner.report.page import plan_page
-from runner.report.plan_files import plan_content
+from runner.report.plan_files import plan_content, plan_text
 from runner.report.plan_form import check_shown
 from runner.run_folder.plan_file import read_content
 from strategies.capture import ON_SLICES, Captured, LossFunction, Objective, check_decided, duplicate
@@ -176,7 +175,7 @@ class Plan:
 
     def save(self, file: str | Path) -> Path:
         """Write the plan as plan.json, with the config that it was made with. Returns its path."""
-        return _written(file, json.dumps(self.content, indent=2) + "\n", "plan.save")
+        return _written(file, plan_text(self.content), "plan.save")
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh | None = None) -> ShardedModule:
         """What this rank trains. Collective: every rank of the process group calls it.

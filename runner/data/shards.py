@@ -17,7 +17,6 @@ from itertools import accumulate
 from pathlib import PurePosixPath
 from typing import Any
 
-import fsspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -126,6 +125,8 @@ class Shards:
 
 def _found(path: str, storage: dict[str, Any]) -> Iterator[tuple[Any, str, str]]:
     """The files that `path` names, in order: the file system, the name there, and what changes with the content."""
+    import fsspec  # only where data is in files
+
     try:
         system, inside = fsspec.core.url_to_fs(path, **storage)
         inside = inside.rstrip("/")

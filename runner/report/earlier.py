@@ -7,7 +7,6 @@ must be as they were. Invariant: what depends on more than files (the devices of
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -89,14 +88,12 @@ class Reports:
         from runner.report import plan_files, text
 
         loaded = replace(prepared, plan=replace(prepared.plan, search={**prepared.plan.search, **LOADED}))
-        search = content["search"] | LOADED
-        plan = (self.run_dir / PLAN).read_text(encoding="utf-8")
-        before, after = (json.dumps(some, indent=2).replace("\n", "\n  ") for some in (content["search"], search))
+        content = content | {"search": content["search"] | LOADED}
         report = PlanReport(
             [line for line in self.said if not line.startswith(PROGRESS)],
             text.headline(loaded, self.run_dir).replace(shown_path(self.run_dir), HERE) + f"\n{tables}",
-            plan.replace(f'"search": {before}', f'"search": {after}', 1),
-            plan_files.page(content | {"search": search}, prepared),
+            plan_files.plan_text(content),
+            plan_files.page(content, prepared),
             content["cost"]["total"],
             behind,
         )
