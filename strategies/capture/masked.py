@@ -87,6 +87,9 @@ PAIRS = {"cosine_similarity": 1, "cross": 1, "gather": 2, "linalg_cross": 1}
 """Where the second operand of these is, which is selected, too."""
 JOINING = {"cat": 0, "concat": 0, "concatenate": 0, "stack": 1}
 """Functions that join a list of tensors along a dim, and how many dims the result has more."""
+MAKING = frozenset("new_empty new_full new_ones new_tensor new_zeros".split())
+"""Functions that take no more of a tensor than its dtype and device."""
+EXPANDING = frozenset("broadcast_to expand expand_as repeat".split())
 PARTS = {"chunk": 2, "split": 2, "tensor_split": 2, "unbind": 1}
 """Functions that return parts along the dim that an argument at a position says."""
 ROWS = frozenset("cdist linear one_hot layer_norm rms_norm".split())
@@ -145,6 +148,10 @@ class Selected:
     """Whether rows went through a layer with parameters, as of an expert."""
     viewed: tuple[Tensor, Any] | None = None
     """The result of which this one is a view, and the index of all rows that made it."""
+    joined: tuple[Tensor, ...] = ()
+    """The masks that `mask` joins, one behind the other."""
+    pieces: tuple[Tensor, ...] = ()
+    """Of what was just joined, what each of these selects of."""
     versions: tuple[int, ...] = ()
     _safe: list[Tensor] = field(default_factory=list)
 
@@ -160,6 +167,14 @@ class Selected:
         if self.dense.dtype is torch.bool:
             return self.dense & self.spread
         return torch.where(self.spread, self.dense, value)
+
+    @property
+    def count(self) -> Tensor:
+        """How many rows are selected; of masks with the same rows of a batch row by row, so that micro-batches count
+        theirs."""
+        if len({len(mask) for mask in self.joined}) != 1:
+            return self.mask.sum()
+        return _of_rows(self.joined).sum()
 
     @property
     def spread(self) -> Tensor:
@@ -300,6 +315,8 @@ class Selections:
         """What a function of selected elements returns, or NOT_KNOWN."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         known = [one for tensor in tensors if (one := self.of(tensor)) is not None]
+        if known and joins_rows(getattr(function, "__name__", ""), args, kwargs):
+            return self._behind(function, args, kwargs)
         if not known or any(one.mask is not known[0].mask for one in known) or _writes(function, args, kwargs):
             return NOT_KNOWN
         if function in LINEAR and len(args) == 2 and not kwargs and args[0] is known[0].result:
@@ -311,12 +328,16 @@ class Selections:
                     self._note_written(base, viewed[1], self._dense(result, rows=True, raw=True), known[0].layered)
                 return result
         others = [tensor for tensor in tensors if self.of(tensor) is None]
+        if function is Tensor.__getitem__ and (looked_up := self._looked_up(args[0], args[1], known)) is not NOT_KNOWN:
+            return looked_up
         if any(isinstance(size, torch.SymInt) for tensor in others for size in tensor.shape):
             return NOT_KNOWN
         name = getattr(function, "__name__", "")
         name = "" if name.endswith("_") and not name.endswith("__") else name.strip("_")
         aligned = len({one.result.dim() for one in known}) == 1
         aligned = aligned and all(_is_shared(tensor, known[0].result) for tensor in others)
+        if name in ELEMENTS and not aligned and not self.packed and (placed := self._placed(known[0], others)):
+            return self.through(function, *tree_map_only(Tensor, lambda one: placed.get(id(one), one), (args, kwargs)))
         larger = name in ("max", "min") and len(args) == 2 and isinstance(args[1], Tensor)
         by_zero = name in DIVIDING and any(not one.dense.is_floating_point() for one in known)
         if (name in ELEMENTS or larger) and aligned and not by_zero:
@@ -341,6 +362,12 @@ class Selections:
         if name in ("bmm", "matmul", "pairwise_distance") and aligned and not others and len(known) == 2:
             if known[0].result.dim() == (2 if name == "pairwise_distance" else 3):
                 return self._each(function, args, kwargs, known[0])
+        if name in MAKING and first and len(known) == 1:
+            return function(known[0].dense, *args[1:], **kwargs)
+        if name in EXPANDING and first:
+            return self._expanded(name, function, args, kwargs, known)
+        if name == "broadcast_tensors" and aligned:
+            return self._each(function, args, kwargs, known[0])
         if (name in JOINING and aligned and not others) or (name in PARTS and first):
             return self._along(name, function, args, kwargs, known)
         if first and len(known) == 1 and name in ("any", "all") and len(args) == 1 and not kwargs:
@@ -397,8 +424,10 @@ class Selections:
         selected = (one for one in every if one.is_current)
         return next((one.mask.sum() for one in selected if _is_size(one.result.shape[0], symbol)), None)
 
-    def _note(self, result: Tensor, mask: Tensor, dense: Tensor, layered: bool = False) -> None:
-        self.known[id(result)] = Selected(result, mask, dense, layered)
+    def _note(
+        self, result: Tensor, mask: Tensor, dense: Tensor, layered: bool = False, joined: tuple[Tensor, ...] = ()
+    ) -> None:
+        self.known[id(result)] = Selected(result, mask, dense, layered, joined=joined)
 
     def _both(
         self, function: Any, args: Any, kwargs: Any, like: Selected, dense: Tensor, layered: bool = False
@@ -410,7 +439,7 @@ class Selections:
 
     def _note_like(self, result: Tensor, like: Selected, dense: Tensor, layered: bool = False) -> None:
         if dense.dtype == result.dtype and dense.shape == (*like.mask.shape, *result.shape[1:]):
-            self._note(result, like.mask, dense, layered or like.layered)
+            self._note(result, like.mask, dense, layered or like.layered, like.joined)
 
     def _each(self, function: Any, args: Any, kwargs: Any, like: Selected) -> Any:
         """torch's own results of a function of each row, as `_both`."""
@@ -433,6 +462,56 @@ class Selections:
 
         return tree_map_only(Tensor, dense, nested)
 
+    def _looked_up(self, tensor: Any, index: Any, known: Sequence[Selected]) -> Any:
+        """Rows of a table that selected numbers name (`table[y[mask]]`), or of each selected row the element that its
+        number names (`x[mask][torch.arange(n), y[mask]]`)."""
+        one, selected = known[0], self.of(tensor)
+        names = self.of(index) if isinstance(index, Tensor) else None
+        if names is not None and selected is None and not names.dense.is_floating_point():
+            if names.dense.dtype is not torch.bool and type(tensor.shape[0]) is int:
+                return self._both(Tensor.__getitem__, (tensor, index), {}, one, tensor[names.safe])
+        if selected is not None and isinstance(index, tuple) and len(index) == 2:
+            every, names = index[0], self.of(index[1]) if isinstance(index[1], Tensor) else None
+            if names is not None and names.result.dim() == 1 and names.dense.dtype is torch.int64:
+                if _is_range(every, selected.result.shape[0]):
+                    rows, numbers = selected.rows(selected.dense), names.rows(names.safe)
+                    taken = rows[torch.arange(len(rows), device=rows.device), numbers].reshape(one.mask.shape)
+                    return self._both(Tensor.__getitem__, (tensor, index), {}, one, taken)
+        return NOT_KNOWN
+
+    def _placed(self, one: Selected, others: Sequence[Tensor]) -> dict[int, Tensor]:
+        """Tensors with as many rows as are selected, {id: the same as a selection}: row n belongs to the n-th selected
+        row (`h[mask] * 0 + patches`). torch refuses other numbers of rows in each step, as it would eagerly."""
+        placed = dict[int, Tensor]()
+        for tensor in others:
+            if not _is_shared(tensor, one.result):
+                if tensor.dim() != one.result.dim():
+                    return {}
+                dense = tensor.new_zeros(*one.mask.shape, *tensor.shape[1:])
+                dense[one.mask] = tensor
+                self._note(result := dense[one.mask], one.mask, dense)
+                placed[id(tensor)] = result
+        return placed
+
+    def _expanded(self, name: str, function: Any, args: Any, kwargs: Any, known: Sequence[Selected]) -> Any:
+        """Selected rows with more elements in each."""
+        one, rest = known[0], args[1:]
+        sizes = rest[0] if len(rest) == 1 and isinstance(rest[0], (list, tuple)) else rest
+        rows = (1,) if name == "repeat" else (-1, one.result.shape[0])
+        if name == "expand_as" and len(known) == 2:
+            sizes = rest[0].shape
+        elif len(known) > 1 or kwargs:
+            return NOT_KNOWN
+        if len(sizes) != one.result.dim() or not any(_is_same_size(sizes[0], size) for size in rows):
+            return NOT_KNOWN
+        if not all(type(size) is int for size in sizes[1:]):
+            return NOT_KNOWN
+        dims = one.mask.dim()
+        dense = (
+            one.dense.repeat(*(1,) * dims, *sizes[1:]) if rows == (1,) else one.dense.expand(*(-1,) * dims, *sizes[1:])
+        )
+        return self._both(function, args, kwargs, one, dense)
+
     def _write(self, result: Tensor, index: Any, value: Any) -> None:
         """`result[index] = value`, for all selected rows."""
         one, other, dense = self.known[id(result)], self.of(value), self._dense(value, rows=True, raw=True)
@@ -444,7 +523,7 @@ class Selections:
         rows = one.rows(one.dense).clone()
         rows[index] = value
         dense: Tensor = rows.unflatten(0, one.mask.shape)  # type: ignore[no-untyped-call]
-        self._note(one.result, one.mask, dense, one.layered or layered)
+        self._note(one.result, one.mask, dense, one.layered or layered, one.joined)
 
     def _over_dims(self, name: str, function: Any, args: Any, kwargs: Any, known: Sequence[Selected]) -> Any:
         one, position = known[0], OVER_DIMS[name]
@@ -500,6 +579,31 @@ class Selections:
         dense = function(equation, *self._dense(operands, rows=True)).unflatten(0, like.mask.shape)
         return self._both(function, (equation, *operands), {}, like, dense, layered=True)
 
+    def _behind(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Selections one behind the other, of any masks: what the masks select, likewise joined. Of a tensor that is
+        none, everything is selected."""
+        tensors = args[0]
+        known = [self.of(tensor) for tensor in tensors]
+        like = next(one for one in known if one is not None)
+        shape, dtype = like.result.shape[1:], like.dense.dtype
+        if any(tensor.shape[1:] != shape or tensor.dtype is not dtype for tensor in tensors):
+            return NOT_KNOWN
+        if any(one is None and type(tensor.shape[0]) is not int for tensor, one in zip(tensors, known, strict=True)):
+            return NOT_KNOWN
+        dense = [tensor if one is None else one.rows(one.dense) for tensor, one in zip(tensors, known, strict=True)]
+        masks = [
+            torch.ones(len(tensor), dtype=torch.bool, device=tensor.device) if one is None else one.rows(one.mask)
+            for tensor, one in zip(tensors, known, strict=True)
+        ]
+        result = function(*args, **kwargs)
+        selections = [one for one in known if one is not None]
+        layered, mask = any(one.layered for one in selections), self._known(torch.cat(masks))
+        made = Selected(result, mask, torch.cat(dense), layered)
+        if len(selections) == len(tensors) and not any(one.joined for one in selections):
+            made.joined, made.pieces = tuple(one.mask for one in selections), tuple(one.dense for one in selections)
+        self.known[id(result)] = made
+        return result
+
     def _along(
         self, name: str, function: Any, args: Sequence[Any], kwargs: dict[str, Any], known: Sequence[Selected]
     ) -> Any:
@@ -532,7 +636,9 @@ class Selections:
         found = function(rows, *args[1:], **kwargs)
         if isinstance(found, Tensor):
             return found
-        places = one.mask.flatten().cumsum(0) - 1
+        if self.packed:  # which may have another order than the mask
+            return NOT_KNOWN
+        places = one.rows(one.mask).cumsum(0) - 1
         return type(found)((found[0], places[found[1]]))
 
     def _loss(self, function: Any, args: Any, kwargs: Any) -> Any:
@@ -547,17 +653,23 @@ class Selections:
         dense = self._dense(given, rows=True)
         if function in CLASSES and target is not None and target.dense.dtype is torch.int64 and reduction != "none":
             dense["target"] = target.rows(target.filled(given["ignore_index"]))
-            return function(**dense)
+            if not one.joined or reduction != "mean" or given["weight"] is not None:
+                return function(**dense)
+            pieces = target.pieces if target.joined else ()
+            kept = [(part != given["ignore_index"]) & mask for part, mask in zip(pieces, target.joined, strict=False)]
+            known_rows = bool(kept) and len({len(part) for part in kept}) == 1
+            count = _of_rows(kept).sum() if known_rows else (dense["target"] != given["ignore_index"]).sum()
+            return function(**dense | {"reduction": "sum"}) / count
         losses = function(**dense | {"reduction": "none"}).unflatten(0, one.mask.shape)
         result = _own(function, (), given | {"reduction": "none"}, losses, one.mask)
         if losses.dtype != result.dtype or losses.shape != (*one.mask.shape, *result.shape[1:]):
             return NOT_KNOWN
-        selected = Selected(result, one.mask, losses)
+        selected = Selected(result, one.mask, losses, joined=one.joined)
         if reduction == "none":
             self.known[id(result)] = selected
             return result
         if reduction == "batchmean":
-            return _reduced(selected, "sum", range(result.dim()), False) / one.mask.sum()
+            return _reduced(selected, "sum", range(result.dim()), False) / one.count
         return _reduced(selected, reduction, range(result.dim()), False)
 
 
@@ -580,11 +692,16 @@ def _reduced(one: Selected, name: str, dims: Sequence[int], keepdim: bool) -> Te
     zeros, over = one.rows(one.filled(0)), list(dims)
     if name == "sum":
         return zeros.sum(over, keepdim)
-    count, each = one.mask.sum(), prod(int(zeros.shape[dim]) for dim in over if dim)
+    count, each = one.count, prod(int(zeros.shape[dim]) for dim in over if dim)
     count = count * each if each > 1 else count
     if zeros.dtype in (torch.bfloat16, torch.float16):  # which do not count far
         return (zeros.sum(over, keepdim, dtype=torch.float32) / count).to(zeros.dtype)
     return zeros.sum(over, keepdim) / count
+
+
+def _of_rows(masks: Sequence[Tensor]) -> Tensor:
+    """How many elements of each row several masks select together."""
+    return reduce(operator.add, (mask.long() if mask.dim() == 1 else mask.flatten(1).sum(1) for mask in masks))
 
 
 def _deviation(one: Selected, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -600,7 +717,7 @@ def _deviation(one: Selected, name: str, args: Sequence[Any], kwargs: dict[str, 
     dims = [dim % rank] if isinstance(dim, int) else [*range(rank)] if dim is None else None
     if options or dims is None or 0 not in dims or not one.dense.is_floating_point() or len(args) > 2:
         return NOT_KNOWN
-    count = one.mask.sum() * prod(int(size) for size in one.result.shape[1:]) if len(dims) > 1 else one.mask.sum()
+    count = one.count * prod(int(size) for size in one.result.shape[1:]) if len(dims) > 1 else one.count
     centred = one.rows(one.dense) - _reduced(one, "mean", dims, True)
     squares = torch.where(one.rows(one.spread), centred, 0).square().sum(dims, keepdim)
     variance = squares / (count - correction).clamp(min=0)
@@ -620,6 +737,12 @@ def _is_sum_of_powers(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether zeros change nothing of a norm."""
     order = kwargs.get("p", kwargs.get("ord", args[1] if len(args) > 1 else 2))
     return order in ("fro", None) or (type(order) in (int, float) and order >= 1)
+
+
+def joins_rows(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call puts the rows of a list of tensors one behind the other."""
+    joins = JOINING.get(name) == 0 and bool(args) and isinstance(args[0], (tuple, list)) and not kwargs.keys() - {"dim"}
+    return joins and (args[1:] or (kwargs.get("dim", 0),)) == (0,)
 
 
 def merged_dims(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
@@ -679,6 +802,21 @@ def _writes(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     if not isinstance(function, FunctionType) or function.__module__ != functional.__name__:
         return "out" in kwargs
     return bool(inspect.signature(function).bind(*args, **kwargs).arguments.get("inplace"))
+
+
+def _is_range(tensor: Any, size: Any) -> bool:
+    """Whether a tensor is `torch.arange(size)`."""
+    node = proxy.node if isinstance(tensor, Tensor) and (proxy := traced(tensor)[0]) is not None else None
+    if node is None or op_of(node) != "arange" or not _is_same_size(tensor.shape[0], size):
+        return False
+    given = node.args if len(node.args) > 1 else (0, *node.args)
+    return tensor.dtype is torch.int64 and given[:1] == (0,) and given[2:] in ((), (1,))
+
+
+def _is_same_size(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.SymInt) and isinstance(other, torch.SymInt):
+        return bool(one.node.expr == other.node.expr)
+    return type(one) is type(other) is int and one == other
 
 
 def _is_size(size: Any, symbol: Any) -> bool:

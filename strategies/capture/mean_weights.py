@@ -19,7 +19,7 @@ from torch.nn import _reduction, functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from strategies.capture.masked import LOSSES, merged_dims
+from strategies.capture.masked import JOINING, LOSSES, joins_rows, merged_dims
 
 ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
 """Of both functions."""
@@ -87,11 +87,12 @@ class MeanWeights(TorchFunctionMode):
         if name in SELECTIONS and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
             self._selected[id(result)] = weakref.ref(result)
             return False
-        known = next((one for one in args if (at := self._selected.get(id(one))) is not None and at() is one), None)
+        operands = tree_leaves(args[:1]) if name in JOINING else args
+        known = next((one for one in operands if (at := self._selected.get(id(one))) is not None and at() is one), None)
         if known is None or not known.dim():
             return False
         if not isinstance(result, Tensor) or result.dim():
-            joins = args[0] is known and merged_dims(name, args, kwargs) > 1
+            joins = joins_rows(name, args, kwargs) or (args[0] is known and merged_dims(name, args, kwargs) > 1)
             for one in tree_leaves(result):  # largest elements come with their places
                 # sizes may be symbols that cannot be compared
                 if isinstance(one, Tensor) and one.dim() and (joins or str(one.shape[0]) == str(known.shape[0])):

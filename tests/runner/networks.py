@@ -195,6 +195,17 @@ class WrittenOutLoss(nn.Module):
         return (losses * counted).sum() / counted.sum().clamp(min=1) + losses.square()[counted].mean()
 
 
+class JoinedLoss(WrittenOutLoss):
+    """Means over selections of two masks, one behind the other."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        counted, first = target != self.ignored, target == 1
+        scores, targets = torch.cat([input[counted], 2 * input[first]]), torch.cat([target[counted], target[first]])
+        policy = torch.distributions.Categorical(logits=scores)
+        beside = torch.cat([input[counted], input[counted].square()], -1).mean()
+        return functional.cross_entropy(scores, targets) - policy.log_prob(targets).mean() + beside
+
+
 class SquaredLoss(nn.CrossEntropyLoss):
     """The square of a mean, which is no sum over rows."""
 

@@ -128,6 +128,7 @@ MIXED, WRITTEN_OUT = "loss.target=networks.MixedLoss", "loss.target=networks.Wri
     ("mode", "options"),
     [
         ("semi_auto", (MIXED, "train.accumulate=16")),
+        ("semi_auto", ("loss.target=networks.JoinedLoss", "train.accumulate=2")),
         *(
             pytest.param(mode, options, marks=pytest.mark.slow)
             for mode, options in (

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Categorical
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from strategies.capture import Objective, capture
 from strategies.core.errors import StrategyError
@@ -238,7 +240,50 @@ def unpadded(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> 
     return out.square().mean()
 
 
-LOSSES += [products, merged, pairs, unpadded]
+def looked_up(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    """Rows of tables, and one element of every row, by selected numbers; a policy's distribution."""
+    part, numbers = h[chosen], labels.clamp(min=0)[chosen]
+    scores = net.head(part)
+    policy = Categorical(logits=scores)
+    return (
+        (part - net.inner.weight[numbers]).square().mean()
+        - scores.log_softmax(-1)[torch.arange(len(numbers)), numbers].mean()
+        - (policy.log_prob(numbers) * y[chosen].mean(-1)).sum()
+        + policy.entropy().mean()
+    )
+
+
+def expanded(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    part, column = h[chosen], y[chosen][:, :1]
+    return (
+        (part * column.expand(-1, 6)).square().mean()
+        + (part * column.expand_as(part)).sum()
+        + (part * column.expand(len(part), 6)).mean()
+        + (part * column.repeat(1, 6)).square().sum()
+        + (part - part.new_full((6,), 0.5)).abs().mean()
+    )
+
+
+def joined(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    """Selections of two masks and all rows of a tensor, one behind the other."""
+    scores, classes = torch.cat([net.head(h[chosen]), net.head(y[~chosen])]), labels.clamp(min=0)
+    first, second = net.head(h[chosen])[:, 0], net.head(y[labels > 2])[:, 1]
+    truth = torch.cat((torch.ones_like(first), torch.zeros_like(second)))
+    return (
+        F.cross_entropy(scores, torch.cat([classes[chosen], classes[~chosen]]))
+        + F.binary_cross_entropy_with_logits(torch.cat((first, second)), truth)
+        + torch.cat([h[chosen], net.inner.weight]).square().mean()
+    )
+
+
+def placed(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    """Rows of another tensor in place of the selected ones, two of each sequence, as of pictures among tokens."""
+    here, out = chosen.long().argsort(-1) < 2, h.clone()
+    out[here] = out[here] * 0.0 + net.inner(y[:, :2]).reshape(-1, 6)
+    return net.head(out).square().mean()
+
+
+LOSSES += [products, merged, pairs, unpadded, looked_up, expanded, joined, placed]
 
 
 @pytest.mark.few(4)
@@ -251,6 +296,23 @@ def test_a_loss(loss: Loss, draw: Any) -> None:
 @pytest.mark.parametrize("loss", [classes, elements, boxes, asked, counted, pairs], ids=lambda one: one.__name__)
 def test_a_mask_that_selects_nothing(loss: Loss, draw: Any) -> None:
     assert compared(loss, batch(empty=True), draw).isnan() == (loss not in (asked, counted, pairs))
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_rows_of_another_number_than_selected(columns: int, draw: Any) -> None:
+    """These are refused in each step, as torch refuses them; they would be written to wrong places otherwise."""
+
+    def some(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+        out = h.clone()
+        out[chosen] = out[chosen] * 0.0 + net.inner(y[:, :2]).reshape(-1, 6)
+        return out.square().mean()
+
+    places = torch.arange(4).expand(8, 4)
+    model = Model(Net(some), None, batch() | {"chosen": places < 2})
+    program = lower(model.graph, model.random_plan(draw, 0), LoweringOptions())
+    assert Simulation(program, model.values).run()[0][0].isfinite()
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        Simulation(program, model.values | {"chosen": places < columns}).run()
 
 
 def compared(loss: Loss, given: dict[str, Tensor], draw: Any) -> Tensor:
@@ -313,7 +375,14 @@ def divided(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> T
     return (h[chosen][:, 0] * labels[chosen].remainder(labels.abs()[chosen] + 1)).mean()
 
 
-REFUSED = [written, other, dropped, mixed, in_place, seen_before, elsewhere, turned, divided]
+def in_another_order(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    """Numbers of packed rows that are not sorted by length."""
+    lengths = torch.ones_like(labels).sum(1) - chosen[:, 0].long()
+    data = pack_padded_sequence(h, lengths.cpu(), batch_first=True, enforce_sorted=False).data
+    return (data.max(0).indices * data.amax(0)).sum()
+
+
+REFUSED = [in_another_order, written, other, dropped, mixed, in_place, seen_before, elsewhere, turned, divided]
 
 
 @pytest.mark.parametrize("loss", REFUSED, ids=lambda one: one.__name__)
