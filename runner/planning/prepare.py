@@ -64,7 +64,7 @@ from runner.planning.schedules import synthesised
 from runner.planning.slices import sliced
 from runner.planning.sources import for_target, planned, request_of
 from runner.planning.vocabulary import check_vocabulary
-from strategies.capture import Objective, capture, check_decided, check_kept, run_once
+from strategies.capture import Captured, Objective, capture, check_decided, check_kept, run_once
 from strategies.core.errors import StrategyError, closest
 from strategies.core.graph import OperatorGraph
 from strategies.core.layout import Layout
@@ -345,17 +345,19 @@ def prepare(
         plan, stages = prepared.plan, prepared.stages
         assert prepared.graph is not None and plan is not None
         graph = prepared.graph
+        known: Mapping[str, Tensor] = captured.tensors
         if prepared.short is not None:
             batch_tensors = last_rows()
             if count := len(prepared.means):
                 batch_tensors += mean_weights([1.0] * count, config.train.precision)
             own = step.weighed(count) if count else step
-            prepared = replace(prepared, short=_short(config, own, batch_tensors, graph, plan, stages, order, say))
-        evaluations, evaluation_tensors = _evaluations(config, step, graph, plan, stages, trials)
+            short, known = _short(config, own, batch_tensors, captured.tensors, graph, plan, stages, order, say)
+            prepared = replace(prepared, short=short)
+        evaluations, known = _evaluations(config, step, graph, plan, stages, trials, known)
         for evaluation in evaluations.values():
             check_decided(evaluation.decided, InitialTensors(evaluation.decided, files), LOADED)
             check_kept(captured.decided, evaluation.graph)
-        values = evaluation_tensors | dict(captured.tensors)
+        values = {**known, **captured.tensors}
         prepared = replace(prepared, evaluations=evaluations)
     if config.job.name == "predict" and evaluating is not None and trials:
         found = _row_names(config, step, evaluating, evaluation_collate, trials, floating)
@@ -578,20 +580,21 @@ def _short(
     config: Config,
     step: Objective,
     tensors: Sequence[Tensor],
+    known: Mapping[str, Tensor],
     trained: OperatorGraph,
     plan: Plan,
     stages: Sequence[Stage],
     order: Order,
     say: Callable[[str], None],
-) -> Short:
+) -> tuple[Short, Mapping[str, Tensor]]:
     """The training graph of a short micro-batch of `tensors`, whose operators and tensors are sliced as in `plan`,
-    that of the graph `trained`, wherever so few rows can be.
+    that of the graph `trained`, wherever so few rows can be; and the `known` tensors with those of this graph.
 
     Raises ConfigError for a model that cannot train on them.
     """
     rows = len(tensors[0])
     try:
-        graph = capture(step, tensors, training=True, like=trained).graph
+        graph, known = _with_known(capture(step, tensors, training=True, like=trained), known, rows)
         own = replace(follow(plan, graph), recompute=plan.recompute)
         own_stages = lowering.stages_as(config, stages, graph, own)
     except (ConfigError, StrategyError) as error:
@@ -602,7 +605,29 @@ def _short(
         + (f"{slices} slices of the last {rows}" if slices > 1 else f"every rank computes the last {rows}")
         + " (data.drop_last=false)."
     )
-    return Short(rows, graph, own, own_stages)
+    return Short(rows, graph, own, own_stages), known
+
+
+def _with_known(
+    captured: Captured, known: Mapping[str, Tensor], rows: int
+) -> tuple[OperatorGraph, Mapping[str, Tensor]]:
+    """A graph of another number of rows, and the `known` tensors with its own. A constant that is another one for so
+    many rows (`torch.tensor(len(x))`) has a name that says the rows."""
+    renamed = {
+        source.name: f"{source.name}.{rows}_rows"
+        for source in captured.graph.of_kind("constant")
+        if (before := known.get(source.name)) is not None and not _is_same(before, captured.tensors[source.name])
+    }
+    sources = tuple(
+        replace(source, name=renamed.get(source.name, source.name)) if source.kind == "constant" else source
+        for source in captured.graph.sources
+    )
+    tensors = {renamed.get(name, name): tensor for name, tensor in captured.tensors.items()}
+    return replace(captured.graph, sources=sources), {**tensors, **known}
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _check_mesh(config: Config, world_size: int) -> None:
@@ -737,19 +762,19 @@ def _evaluations(
     plan: Plan,
     stages: Sequence[Stage],
     trials: Sequence[Trial],
-) -> tuple[dict[int, Evaluation], dict[str, Tensor]]:
-    """Evaluation graphs by rows, and the tensors in them. A short last batch has a separate graph: padding it would
+    known: Mapping[str, Tensor],
+) -> tuple[dict[int, Evaluation], Mapping[str, Tensor]]:
+    """Evaluation graphs by rows, and the `known` tensors with those in them. A short last batch has a separate graph: padding it would
     change the results of models that mix rows."""
-    tensors: dict[str, Tensor] = {}
     evaluations: dict[int, Evaluation] = {}
     for size, entries, structure, _ in trials:
         model = Objective(step.model, None, [*entries], (), step.autocast)
         seen = capture(model, [*entries.values()], training=False, like=trained)
-        own = follow(plan, seen.graph)
-        own_stages = lowering.evaluation_stages(config, stages, seen.graph, own)
-        evaluations[size] = Evaluation(seen.graph, own, structure, own_stages, seen.decided)
-        tensors |= seen.tensors
-    return evaluations, tensors
+        graph, known = _with_known(seen, known, size)
+        own = follow(plan, graph)
+        own_stages = lowering.evaluation_stages(config, stages, graph, own)
+        evaluations[size] = Evaluation(graph, own, structure, own_stages, seen.decided)
+    return evaluations, known
 
 
 def digest(*parts: object) -> str:

@@ -122,7 +122,7 @@ def sharded(prepared: Prepared, rank: RankContext, slices: Slices, axes: Axes) -
         short_program = lowering.training_program(config, short.graph, short.plan, reductions)
         used += short_program.axes
     communicator = Communicator(program.mesh, rank.rank, used)
-    tensors = slices([program, *evaluations.values()])
+    tensors = slices([program, *evaluations.values(), *([] if short_program is None else [short_program])])
     module = build(program, tensors, communicator, rank.device, compiled=compile_)
     if compile_:
         compiled.compile_units(module, prepared.device, leaves=config.parallel.zero.stage == 3)
@@ -147,8 +147,8 @@ def sharded(prepared: Prepared, rank: RankContext, slices: Slices, axes: Axes) -
 def _tensors(programs: Sequence[Program], rank: int, device: str, folder: Path) -> dict[str, Tensor]:
     """This rank's slices of the tensors of `programs`; those that several have are sliced as the first one does."""
     tensors: dict[str, Tensor] = {}
-    for program in reversed(programs):
-        tensors |= weights.read_slices(folder / WEIGHTS, program, rank, device)
+    for program in programs:
+        tensors |= weights.read_slices(folder / WEIGHTS, program, rank, device, known=tensors)
     return tensors
 
 
@@ -211,7 +211,8 @@ def _staged(prepared: Prepared, rank: RankContext, folder: Path, axes: Axes) -> 
         used += chain(*(one.axes for one in short_programs))
     communicator = Communicator(program.mesh, local, used, stage=number, stages=count)
     evaluated = [evaluation[k] for evaluation in evaluations.values() for k in mine]
-    tensors = _tensors([program, *evaluated], local, rank.device, folder)
+    shorter = [short_programs[k] for k in mine] if short else []
+    tensors = _tensors([program, *evaluated, *shorter], local, rank.device, folder)
 
     def unit(stage: Stage, lowered: Program, trains: bool, compile_: bool = False) -> tuple[RankStage, nn.Module]:
         module = build(lowered, tensors, communicator, rank.device, compiled=compile_)

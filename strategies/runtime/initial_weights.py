@@ -7,7 +7,7 @@ constructors draw in, and no rank ever holds an unsharded parameter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import astuple
 from pathlib import Path
 
@@ -37,13 +37,19 @@ def read_all(path: Path) -> dict[str, Tensor]:
 
 
 def read_slices(
-    path: Path, program: Program, rank: int, device: torch.device | str, *, pretrained: bool = False
+    path: Path,
+    program: Program,
+    rank: int,
+    device: torch.device | str,
+    *,
+    pretrained: bool = False,
+    known: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """The local slice of every parameter (as nn.Parameter), buffer and constant of `program`, by name; with
-    `pretrained` only of those that are in other files."""
+    """The local slice of every parameter (as nn.Parameter), buffer and constant of `program`, by name, but for those
+    that are `known`; with `pretrained` only of those that are in other files."""
     (tensors, stored), reader, found = _read(path), TensorReader(), {}
     for source in program.tensors.values():
-        if pretrained and source.name not in stored:
+        if source.name in known or (pretrained and source.name not in stored):
             continue
         layout, mesh = program.layouts[source.id], program.mesh
         if source.name in stored:

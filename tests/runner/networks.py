@@ -159,6 +159,13 @@ class Classifier(nn.Module):
         return self.outer(self.drop(functional.gelu(self.norm(self.inner(x)))))
 
 
+class SizedClassifier(Classifier):
+    """Scales what it returns by the number of rows, as a tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.tensor(float(len(x)))
+
+
 class FrequencyScaled(VocabularyFFN):
     """Gradients of a row are divided by how often the batch names it."""
 
@@ -204,6 +211,15 @@ class JoinedLoss(WrittenOutLoss):
         policy = torch.distributions.Categorical(logits=scores)
         beside = torch.cat([input[counted], input[counted].square()], -1).mean()
         return functional.cross_entropy(scores, targets) - policy.log_prob(targets).mean() + beside
+
+
+class SizedLoss(nn.CrossEntropyLoss):
+    """Takes tensors of the number of rows, which are others in a batch of another size."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        rows, others = torch.tensor(float(len(input))), ~torch.eye(len(input), dtype=torch.bool)
+        losses = functional.cross_entropy(input, target, reduction="none")
+        return losses.sum() / rows + (input @ input.T)[others].mean()
 
 
 class SquaredLoss(nn.CrossEntropyLoss):

@@ -61,6 +61,7 @@ SHORT = ("data.args.rows=55", "data.drop_last=false", "verify.steps=2", DOUBLE)
 """Three batches of 16 rows in an epoch, and one of 7."""
 LONGER = ("verify.steps=6", "train.precision=fp32")
 OWN_LOSS = ("model.target=networks.OwnLoss", "loss.target=null", "data.args.keys=true")
+SIZED = ("loss.target=networks.SizedLoss",)
 SHORT_CASES = {
     "data parallel": ("parallel=data_parallel",),
     "no row for a rank": ("parallel=data_parallel", "data.args.rows=51"),
@@ -72,6 +73,10 @@ SHORT_CASES = {
     "one micro-batch less": ("parallel=data_parallel", "train.accumulate=4", "data.args.rows=52"),
     "summed loss": ("parallel=data_parallel", "loss.args={reduction: sum}"),
     "loss of its own": ("parallel=data_parallel", *OWN_LOSS),
+    "tensors of sizes": ("parallel=data_parallel", *SIZED),
+    "tensors of sizes in a pipeline": (
+        "parallel.pipeline.stages=2", "parallel.pipeline.micro_batches=2", "parallel=data_parallel", *SIZED,
+    ),
     "hybrid": (*HYBRID, "data.args.rows=60", "verify.reference.target=networks.Classifier"),
     "alone": (*ALONE, "train.accumulate=2"),
     "pipeline": ("parallel.pipeline.stages=2", "parallel.pipeline.micro_batches=4", "parallel=data_parallel"),
@@ -94,7 +99,7 @@ SHORT_CASES = {
 
 SLOW = frozenset(
     {
-        "rows that divide", "dropout", "one micro-batch less", "summed loss", "loss of its own", "alone",
+        "rows that divide", "dropout", "tensors of sizes in a pipeline", "one micro-batch less", "summed loss", "loss of its own", "alone",
         "circular pipeline", "zero 1", "zero 2", "zero 3", "pipeline with zero", "copies", "compiled",
     }
 )  # fmt: skip
@@ -139,6 +144,18 @@ def test_epochs_end_with_the_rows_that_are_left(start, shuffle):
         assert order.rows(3) == order.rows(7) == [*range(48, 55)]
         start(*more, "train.epochs=1", "checkpoint.every=3", folder="parts")
         assert start(*more, "train.resume=auto", folder="parts").losses == ran.losses
+
+
+def test_an_evaluation_has_the_tensors_of_its_batches(start):
+    """Of batches of 16 and 5 rows."""
+    more = ("model.target=networks.SizedClassifier", DOUBLE, "parallel=data_parallel", "train.steps=1")
+    evaluated = ("optimizer.args.lr=0.0", "evaluate.args={rows: 21, seed: 1}", "evaluate.every=1")
+    found = start(*SMALL, *more, *evaluated).evaluations[1]["loss"]
+    torch.manual_seed(0)
+    model, points, total = networks.SizedClassifier().double(), networks.Points(21, seed=1), 0.0
+    for x, y in zip(points.x.double().split(16), points.y.split(16), strict=True):
+        total += torch.nn.functional.cross_entropy(model(x), y, reduction="sum").item()
+    assert found == pytest.approx(total / 21, rel=1e-10)
 
 
 def test_a_model_that_cannot_train_on_the_last_rows_is_refused(start):
