@@ -97,13 +97,14 @@ UNWEIGHED = (
 @dataclass(frozen=True)
 class Evaluation:
     """The evaluation graph of one batch size, its plan, how the model's output is made of the graph's results, its
-    stages in a pipeline, and the values by which its forward has decided."""
+    stages in a pipeline, the values by which its forward has decided, and what its loss counts, if it has one."""
 
     graph: OperatorGraph
     plan: Plan
     structure: Structure
     stages: tuple[Stage, ...] = ()
     decided: Mapping[str, Tensor] = field(default_factory=dict)
+    counted: Counted | Divisor | None = None
 
 
 @dataclass(frozen=True)
@@ -353,7 +354,7 @@ def prepare(
             own = step.weighed(count) if count else step
             short, known = _short(config, own, batch_tensors, captured.tensors, graph, plan, stages, order, say)
             prepared = replace(prepared, short=short)
-        evaluations, known = _evaluations(config, step, graph, plan, stages, trials, known)
+        evaluations, known = _evaluations(config, step, graph, plan, stages, trials, known, files)
         for evaluation in evaluations.values():
             check_decided(evaluation.decided, InitialTensors(evaluation.decided, files), LOADED)
             check_kept(captured.decided, evaluation.graph)
@@ -763,9 +764,10 @@ def _evaluations(
     stages: Sequence[Stage],
     trials: Sequence[Trial],
     known: Mapping[str, Tensor],
+    stored: Mapping[str, StoredTensor],
 ) -> tuple[dict[int, Evaluation], Mapping[str, Tensor]]:
-    """Evaluation graphs by rows, and the `known` tensors with those in them. A short last batch has a separate graph: padding it would
-    change the results of models that mix rows."""
+    """Evaluation graphs by rows, and the `known` tensors with those in them, some of which are in files. A short last
+    batch has a separate graph: padding it would change the results of models that mix rows."""
     evaluations: dict[int, Evaluation] = {}
     for size, entries, structure, _ in trials:
         model = Objective(step.model, None, [*entries], (), step.autocast)
@@ -773,7 +775,8 @@ def _evaluations(
         graph, known = _with_known(seen, known, size)
         own = follow(plan, graph)
         own_stages = lowering.evaluation_stages(config, stages, graph, own)
-        evaluations[size] = Evaluation(graph, own, structure, own_stages, seen.decided)
+        counts = counted(graph, InitialTensors(known, stored)) if step.loss is None else None
+        evaluations[size] = Evaluation(graph, own, structure, own_stages, seen.decided, counts)
     return evaluations, known
 
 

@@ -105,9 +105,7 @@ class Evaluator:
                 if measures:
                     valid = {name: _first(one, len(rows), self.size) for name, one in entries.items()}
                     target = [valid[name] for name in self.prepared.targets]
-                    self.scores.update(
-                        len(rows), output, target, self._tokens([valid[name] for name in self.prepared.names])
-                    )
+                    self.scores.update(len(rows), output, target, self._tokens(valid, len(rows)))
                 write(rows, output)
         return self.scores.results() if measures else {}
 
@@ -208,13 +206,17 @@ class Evaluator:
         cast_entries = cast_named(entries, precision, self.prepared.floating)
         return {name: tensor.to(self.rank.device) for name, tensor in cast_entries.items()}
 
-    def _tokens(self, entries: Sequence[Tensor]) -> Total | None:
-        """What the loss has divided by, for the batch of these entries: that of its graph, or of the module that has
+    def _tokens(self, valid: Mapping[str, Tensor], rows: int) -> Total | None:
+        """What the loss has divided by, for a batch of these entries: that of its graph, or of the module that has
         just run. None where that is unknown or the loss is a module that shows it itself."""
-        counted = self.prepared.counted
-        known = self.scores.loss is None or isinstance(counted, Divisor)
-        if counted is None or not known or not self.prepared.evaluations:
+        evaluation, counted, names = self.prepared.evaluations.get(rows), self.prepared.counted, self.prepared.names
+        if self.scores.loss is None and evaluation is not None:
+            counted, names = evaluation.counted, tuple(one.name for one in evaluation.graph.of_kind("input"))
+        elif not isinstance(counted, Divisor):
+            counted = None
+        if counted is None or evaluation is None:
             return self._divisor
+        entries = [valid[name] for name in names]
         found = counted.of(entries, tuple((0, size) for size in entries[counted.entry].shape))
         return Total(found, (lambda sum: torch.tensor(counted.value(float(sum)), dtype=torch.float64),))
 

@@ -364,6 +364,18 @@ class Answer:
     scores: Tensor
 
 
+class WeightedInTraining(nn.Module):
+    """A loss whose classes count differently in training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Classifier()
+
+    def forward(self, x: Tensor, label: Tensor) -> Tensor:
+        weights = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=x.dtype) if self.training else x.new_ones(CLASSES)
+        return functional.cross_entropy(self.net(x), label, weight=weights)
+
+
 class OwnLoss(nn.Module):
     """Returns its loss itself, in one of several forms, from a sample with or without keys."""
 

@@ -99,8 +99,9 @@ SHORT_CASES = {
 
 SLOW = frozenset(
     {
-        "rows that divide", "dropout", "tensors of sizes in a pipeline", "one micro-batch less", "summed loss", "loss of its own", "alone",
-        "circular pipeline", "zero 1", "zero 2", "zero 3", "pipeline with zero", "copies", "compiled",
+        "rows that divide", "dropout", "one micro-batch less", "summed loss", "loss of its own", "alone",
+        "tensors of sizes in a pipeline", "circular pipeline", "zero 1", "zero 2", "zero 3", "pipeline with zero",
+        "copies", "compiled",
     }
 )  # fmt: skip
 
@@ -156,6 +157,16 @@ def test_an_evaluation_has_the_tensors_of_its_batches(start):
     for x, y in zip(points.x.double().split(16), points.y.split(16), strict=True):
         total += torch.nn.functional.cross_entropy(model(x), y, reduction="sum").item()
     assert found == pytest.approx(total / 21, rel=1e-10)
+
+
+def test_an_evaluation_counts_as_its_own_loss_does(start):
+    """Not by class weights of training."""
+    more = ("model.target=networks.WeightedInTraining", "loss.target=null", "data.args.keys=true", "train.steps=1")
+    evaluated = ("optimizer.args.lr=0.0", "evaluate.args={rows: 32, seed: 1, keys: true}", "evaluate.every=1")
+    found = start(*SMALL, *more, DOUBLE, "parallel=data_parallel", *evaluated).evaluations[1]["loss"]
+    torch.manual_seed(0)
+    model, points = networks.WeightedInTraining().double().eval(), networks.Points(32, seed=1)
+    assert found == pytest.approx(model(points.x.double(), points.y).item(), rel=1e-10)
 
 
 def test_a_model_that_cannot_train_on_the_last_rows_is_refused(start):
