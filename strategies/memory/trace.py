@@ -112,9 +112,10 @@ class UnreadMasks(TorchFunctionMode):
     """Writes what masks select (`x[mask] = value`) as if it were all: how many elements that are, only numbers say."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        masked = function is torch.ops.aten.index_put.default
-        if masked and any(isinstance(one, Tensor) and one.dtype is torch.bool for one in args[1]):
-            return _Written.apply(args[0], args[2], *args[1])  # type: ignore[no-untyped-call]
+        if function is torch.ops.aten.index_put.default:
+            given = dict(zip(("self", "indices", "values"), args, strict=False)) | (kwargs or {})
+            if any(isinstance(one, Tensor) and one.dtype is torch.bool for one in given["indices"]):
+                return _Written.apply(given["self"], given["values"], *given["indices"])  # type: ignore[no-untyped-call]
         return function(*args, **(kwargs or {}))
 
 

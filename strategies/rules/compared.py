@@ -1,4 +1,5 @@
-"""An operator that compares what integers of a batch say with what they said when the graph was made."""
+"""An operator that compares what integers of a batch say with what they said when the graph was made; and whether
+there is a batch: memory is traced on zeros in place of one, where shapes do not do."""
 
 from __future__ import annotations
 
@@ -13,21 +14,26 @@ from torch._subclasses.fake_tensor import FakeTensor
 from strategies.rules.registry import local_function
 
 
-class _Comparing(threading.local):
-    on = True
+class _Batch(threading.local):
+    known = True
 
 
-_comparing = _Comparing()
+_batch = _Batch()
 
 
 @contextmanager
 def without_a_batch() -> Iterator[None]:
     """Nothing is compared in this context, whose numbers are no batch's."""
-    _comparing.on = False
+    _batch.known = False
     try:
         yield
     finally:
-        _comparing.on = True
+        _batch.known = True
+
+
+def has_batch() -> bool:
+    """Whether numbers are those of a batch."""
+    return _batch.known
 
 
 @local_function
@@ -38,7 +44,7 @@ def compared(known: str, entry: Tensor, said: Tensor) -> Tensor:
     Raises RuntimeError for other values.
     """
     values, name, where = json.loads(known)
-    if _comparing.on and not said.is_meta and not isinstance(said, FakeTensor) and (found := said.tolist()) != values:
+    if _batch.known and not said.is_meta and not isinstance(said, FakeTensor) and (found := said.tolist()) != values:
         raise RuntimeError(
             f"the forward{where} reads {_short(found)} from the entry {name} of this batch; the plan is made for "
             f"{_short(values)}, as in the first batch. Let all batches have the same, or take a size that does not "

@@ -85,7 +85,7 @@ def target_weight(scores: Tensor, target: Tensor, weight: Tensor | None, ignore_
     counted = target != ignore_index
     if weight is None:
         return counted.sum(dtype=_wide(scores.dtype))
-    return weight[target[counted]].sum(dtype=_wide(scores.dtype))
+    return torch.where(counted, weight[target.where(counted, 0)], 0).sum(dtype=_wide(scores.dtype))
 
 
 @local_function

@@ -19,6 +19,7 @@ from torch.nn.utils import rnn
 
 from strategies.core.errors import StrategyError
 from strategies.core.graph import Operator, Ref, TensorSpec
+from strategies.rules.compared import has_batch
 from strategies.rules.random import dropout_block, mix
 from strategies.rules.registry import arguments, local_function, resolve, rule
 from strategies.rules.sharding import Dims, Local, Sharding, sharding, unsliced
@@ -91,6 +92,9 @@ def packed_block(
         given = hx if network == "lstm" else hx[0]
         options = has_biases, num_layers, dropout_p, True, bidirectional, batch_first
         return tuple(resolve(f"aten.{network}.input")(input, given, params, *options))
+    time = input.shape[1 if batch_first else 0]
+    if not has_batch():
+        lengths = torch.full_like(lengths, time)
     if batch and start + len(lengths) > batch:
         lengths = lengths.clone()
         lengths[max(batch - start, 0) :] = 1
@@ -99,7 +103,6 @@ def packed_block(
     states = [state if order is None else state.index_select(1, order) for state in hx]
     layers = network, packed, states, params, has_biases, num_layers, dropout_p, bidirectional
     data, *last = packed_layers(*layers, None if ordinal is None else (key, ordinal, start, batch))
-    time = input.shape[1 if batch_first else 0]
     output, _ = rnn.pad_packed_sequence(packed._replace(data=data), batch_first, total_length=time)
     return output, *(state if back is None else state.index_select(1, back) for state in last)
 

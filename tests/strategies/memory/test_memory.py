@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import meshwright
@@ -24,7 +26,7 @@ from strategies.lowering.device_placement import on_host, place_on_host
 from strategies.lowering.lowering import lower
 from strategies.lowering.pipeline_schedule import Action
 from strategies.memory.parts import Memory, group_memory, memory, over
-from strategies.memory.trace import Trace, trace
+from strategies.memory.trace import Trace, UnreadMasks, trace
 from strategies.memory.zero import FlatGroup
 from strategies.optimizer.replicated import BucketedUpdates
 from strategies.optimizer.settings import OptimizerSettings
@@ -185,6 +187,35 @@ def test_masks_whose_numbers_shapes_depend_on():
     plan = meshwright.plan(Pictures(), (ids, torch.randn(2, 2, 5)), mesh=2, mode="data_parallel")
     assert plan.content["memory"]["activations"] >= 2 * 4 * 6 * 4
     assert meshwright.verify(Pictures(), (ids, torch.randn(2, 2, 5)), plan).passed
+
+
+def test_writes_that_name_their_arguments():
+    """As those of a slice do, with places or a mask."""
+    tensor, write = torch.zeros(4, 3, requires_grad=True), torch.ops.aten.index_put.default
+    with UnreadMasks():
+        placed = write(self=tensor, indices=[torch.tensor([1, 3])], values=torch.ones(2, 3))
+        masked = write(self=tensor, indices=[torch.ones(4, dtype=torch.bool)], values=torch.ones(2, 3))
+    assert placed.sum() == 6
+    assert masked.shape == (4, 3)
+
+
+def test_packed_rows_and_weights_of_classes():
+    """The weights of the targets that count have a shape without numbers; the step ran on zeros, and no row is so
+    short."""
+
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network, self.head = nn.GRU(5, 6, batch_first=True), nn.Linear(6, 3)
+
+        def forward(self, rows: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
+            packed = pack_padded_sequence(rows, lengths.cpu(), batch_first=True, enforce_sorted=False)
+            weights = rows.new_tensor([0.2, 1.0, 3.0])
+            return functional.cross_entropy(self.head(self.network(packed)[1][-1]), labels, weight=weights)
+
+    batch = torch.randn(4, 7, 5), torch.tensor([7, 2, 5, 1]), torch.tensor([0, 2, -100, 1])
+    plan = meshwright.plan(Packed(), batch, mesh=2, mode="data_parallel")
+    assert meshwright.verify(Packed(), batch, plan).passed
 
 
 def test_a_search_for_anomalies_changes_nothing(gpt, monkeypatch):

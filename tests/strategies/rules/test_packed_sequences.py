@@ -18,7 +18,8 @@ from strategies.core.mesh import Mesh
 from strategies.core.plan import OperatorPlan, Plan
 from strategies.core.program import LoweringOptions
 from strategies.lowering.lowering import lower
-from strategies.rules.packed_sequences import NAME
+from strategies.rules.compared import without_a_batch
+from strategies.rules.packed_sequences import NAME, packed_block
 from strategies.runtime.simulate import Simulation
 from tests.strategies.simulated_model import TOLERANCE, Model
 
@@ -161,3 +162,15 @@ def test_refused(use: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
         captured(Sequences(nn.GRU(6, 3), use).double())
     assert caught.value.code == "MW906" and "test_packed_sequences.py:" in str(caught.value)
     assert (pack_padded_sequence.__code__, pad_packed_sequence.__code__, nn.GRU.forward) == code
+
+
+def test_a_step_without_a_batch() -> None:
+    """Memory is traced on zeros where shapes do not do; lengths are then those of complete rows."""
+    network = nn.GRU(6, 3, batch_first=True)
+    given = torch.zeros(4, 5, 6), torch.zeros(4, dtype=torch.int64), (torch.zeros(1, 4, 3),), network._flat_weights
+    options = "gru", True, 1, 0.0, False, True, False
+    with without_a_batch():
+        output, _ = packed_block(*given, *options)
+    assert output.shape == (4, 5, 3)
+    with pytest.raises(RuntimeError, match="greater than 0"):
+        packed_block(*given, *options)
