@@ -101,7 +101,14 @@ def _corrected() -> None:
         found: Any = propagator.op_single_dim_strategy_funcs.get(function)
         if found is not None:
             propagator.op_single_dim_strategy_funcs[function] = replace(found, func=partial(_divided, found.func))
-    # slices that are added to partial sums in place (cells of recurrent layers) become such by way of complete tensors
+    # partial norms lose the sign of what they are multiplied by
+    DTensor._op_dispatcher._custom_op_handlers[aten.linalg_vector_norm.default] = _norm  # type: ignore[assignment]
+    # whether a dim is kept may be said by position
+    propagator.op_strategy_funcs[aten.logsumexp.default] = partial(
+        _kept, propagator.op_strategy_funcs[aten.logsumexp.default]
+    )
+    # slices that are added to partial sums in place (cells of recurrent layers), and partial means, become such by way
+    # of complete tensors
     # collectives over several axes become one where `fully_shard` has flattened them, which stripes cannot
     joined: Any = _redistribute._optimize_transform_infos
     _redistribute._optimize_transform_infos = partial(_apart, joined)
@@ -117,7 +124,7 @@ def _apart(joined: Any, steps: Any, *rest: Any) -> Any:
 
 def _by_way(step: Any) -> list[Any]:
     now, then = step.src_dst_placements
-    if not then.is_partial() or now.is_partial() or now.is_replicate():
+    if not then.is_partial() or now.is_replicate() or now == then:
         return [step]
     return [replace(step, src_dst_placements=pair) for pair in ((now, Replicate()), (Replicate(), then))]
 
@@ -220,12 +227,27 @@ def _conjugate(function: Any, args: Any, kwargs: Any) -> Any:
     return torch.ops.aten.conj_physical.default(*args)
 
 
+def _norm(function: Any, args: Any, kwargs: Any) -> Any:
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    own = handlers.pop(function)
+    try:
+        result = function(*args, **kwargs)
+    finally:
+        handlers[function] = own
+    return _added_up(result)
+
+
 def _number_of(function: Any, args: Any, kwargs: Any) -> Any:
     return function(args[0].full_tensor())
 
 
 def _reduced(theirs: Any, dims: Any, ndim: int) -> Any:
     return [*range(ndim)] if dims in ([], ()) or ndim == 0 else theirs(dims, ndim)
+
+
+def _kept(theirs: Any, schema: Any) -> Any:
+    keepdim = (*schema.args_schema[2:3], schema.kwargs_schema.get("keepdim", False))[0]
+    return theirs(OpSchema(schema.op, schema.args_schema[:2], {"keepdim": keepdim}))
 
 
 def _divided(theirs: Any, function: Any, args: Any, kwargs: Any) -> Any:

@@ -120,6 +120,26 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str, tuple[int, ...]]] = {
     "the smallest of all": (lambda x: torch.amin(x), "S0", (4,)),
     "rms norm of features": (lambda x: functional.rms_norm(x, (8,), eps=0.1), "S1", (4, 8)),
     "numbers of all": (lambda x: x * float(x.detach().max()) if bool((x > 1.5).any()) else x, "S0", (8, 4)),
+    **{
+        f"divided by a norm, {placed}, {order}, over {dims}": (
+            lambda x, order=order, dims=dims: x / torch.linalg.vector_norm(x, order, dims, keepdim=True),
+            placed,
+            (4, 4),
+        )
+        for placed in ("S1", "P")
+        for order, dims in ((2, -1), (1, 0), (3, None), (math.inf, 1))
+    },
+    **{
+        f"sums of exponentials, {placed}, over {dim}": (
+            lambda x, dim=dim: x.sin() + torch.logsumexp(x, dim, keepdim=True),
+            placed,
+            (2, 4, 6),
+        )
+        for placed, dim in (("S1", 0), ("S2", 1), ("S2", -3), ("S0", 0))
+    },
+    "products with means": (lambda x: x.sin() * x.mean((0, 1)), "S1", (4, 4)),
+    "products with means of sums": (lambda x: (x @ x.sum(0)) * x.mean((0, 1)), "S0", (4, 4)),
+    "less the variance": (lambda x: x.sin() - x.var(0, keepdim=True), "S0", (4, 4)),
     "no dims, so all": (lambda x: x.square().sum(()), "S1", (4, 4)),
     "gathered places of fewer rows": (lambda x: x.gather(1, _places(x)), "S0", (8, 4)),
     "scattered places of fewer rows": (lambda x: x.sin().scatter_add(1, _places(x), _halved(x)), "S0", (8, 4)),
