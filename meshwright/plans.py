@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 Batch = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 """A global batch: dim 0 of every entry counts the rows."""
 Loss = nn.Module | Callable[..., Tensor]
-Signature = Mapping[str, tuple[tuple[int, ...], torch.dtype, bool]]
+Signature = Mapping[str, tuple[tuple[int, ...], torch.dtype, bool, str | None]]
 """Shape, dtype and `requires_grad` of every parameter and buffer by name."""
 
 MODES = ("auto", "semi_auto", "data_parallel")
@@ -95,7 +95,7 @@ class Planned:
         ConfigError, for the call `what`, where it has other parts or tensors by now."""
         module = duplicate(self.objective.model, parameters=False)
         then, now = (
-            {**parts, **{name: [*shape_and_dtype] for name, (*shape_and_dtype, _) in signature.items()}}
+            {**parts, **{name: [*entry[:2]] for name, entry in signature.items()}}
             for parts, signature in ((self.parts, self.signature), (_parts_of(module), signature_of(module)))
         )
         for name in dict.fromkeys([*then, *now]):
@@ -604,7 +604,13 @@ def planned(
 def signature_of(module: nn.Module) -> Signature:
     """What two modules of one plan have in common."""
     tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    return {name: (tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors}
+    first: dict[int, str] = {}
+    parameters = module.named_parameters(remove_duplicate=False)
+    tied = {name: first.setdefault(id(parameter), name) for name, parameter in parameters}
+    return {
+        name: (tuple(one.shape), one.dtype, one.requires_grad, None if tied.get(name, name) == name else tied[name])
+        for name, one in tensors
+    }
 
 
 def check_signature(planned: Signature, module: nn.Module, what: str) -> None:
@@ -670,11 +676,12 @@ def _warn_of_settings(planned: Mapping[str, Any], module: nn.Module) -> None:
             return
 
 
-def _described_tensor(entry: tuple[tuple[int, ...], torch.dtype, bool] | None) -> str:
+def _described_tensor(entry: tuple[tuple[int, ...], torch.dtype, bool, str | None] | None) -> str:
     if entry is None:
         return "missing"
-    shape, dtype, trained = entry
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}{'' if trained else ' without gradient'}"
+    shape, dtype, trained, tied = entry
+    how = "" if trained else " without gradient"
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}{how if tied is None else f' tied to {tied}'}"
 
 
 def _check_device(module: nn.Module, what: str, *, holds_numbers: bool = False) -> None:

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.errors import RunFailed
 from runner.export.changes import Change
+from strategies.capture import loss_in
 from strategies.core.mesh import Mesh
 from strategies.core.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER
 from strategies.cost.cluster import Cluster
@@ -197,7 +198,8 @@ def _counted(code: str, step: nn.Module, batch: Sequence[Tensor], device: str) -
     with program["running"](mesh), counting:
         if device != "cpu":
             _exchange(counting)
-        step(*program["sliced"](tensors, mesh)).backward()
+        loss: Any = loss_in(step(*program["sliced"](tensors, mesh)))
+        loss.backward()
     return counting.calls
 
 

@@ -6,7 +6,7 @@ Source: transformers.distributed.configuration_utils.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from runner.export.changes import Change, between, of_optimizer, sent
@@ -72,6 +72,19 @@ def styles_of(graph: OperatorGraph, plan: Plan, names: Collection[str], axes: tu
     return {key: after.get(key, style) if style == "rowwise" else style for key, style in found.items()}
 
 
+def with_tied(styles: Mapping[str, str], graph: OperatorGraph) -> dict[str, str]:
+    """`styles`, also of modules that no forward calls and whose parameter is tied to a sliced one (`shared` of T5): a
+    trainer slices it under the name that it finds first."""
+    found = dict(styles)
+    for source in graph.of_kind("parameter"):
+        modules = [numberless(name.rpartition(".")[0]) for name in (source.name, *source.aliases)]
+        sliced = [styles[path] for path in modules if styles.get(path, "replicate") != "replicate"]
+        if sliced:
+            style = next((one for one in sliced if one.startswith("embedding")), sliced[0])  # rather than a head's
+            found |= {path: style for path in modules if path not in styles}
+    return found
+
+
 def of_rows(prepared: Prepared) -> Iterator[Change]:
     """Operators that read the rows of all ranks, such as a batch norm: a trainer of local tensors, which adds nothing
     over the ranks of a batch but the loss and gradients, gives them those of one rank. Experts sort rows, and restore
@@ -107,7 +120,7 @@ def distributed_config(prepared: Prepared, title: str) -> str:
         "dp_replicate_size": 1 if fsdp else data,
     }
     if axes:
-        styles = styles_of(graph, plan, FOR_TRANSFORMERS, axes)
+        styles = with_tied(styles_of(graph, plan, FOR_TRANSFORMERS, axes), graph)
         content["tp_plan"] = {key: style for key, style in styles.items() if style not in EXPERTS}
         by_expert = {key: style for key, style in styles.items() if style in EXPERTS}
         if by_expert:  # all ranks that share a module have all of its rows, and add up what their experts make of them

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from runner.export.changes import Change, of_optimizer
-from runner.export.tensor_parallel import of_rows, of_styles, styles_of
+from runner.export.tensor_parallel import of_rows, of_styles, styles_of, with_tied
 from runner.export.torch_program import filled
 from runner.planning.prepare import Prepared
 from strategies.planner.module_styles import OF_TORCH, axes_of, numberless
@@ -50,7 +50,7 @@ def _styles(prepared: Prepared) -> dict[str, str]:
     graph, plan = prepared.graph, prepared.plan
     assert graph is not None and plan is not None
     axes = axes_of(plan)
-    return styles_of(graph, plan, OF_TORCH, axes) if axes else {}
+    return with_tied(styles_of(graph, plan, OF_TORCH, axes), graph) if axes else {}
 
 
 def _summed(prepared: Prepared, styles: Mapping[str, str]) -> list[str]:

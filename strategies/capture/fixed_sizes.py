@@ -1,5 +1,6 @@
 """Which views split a dim by a size that the model fixes, such as `view(b, t, self.heads, d)`, and which by one that
-follows from the tensor, such as `view(b, t, x.shape[-1] // d, d)`.
+follows from the tensor, such as `view(b, t, x.shape[-1] // d, d)` or `view(b, t, -1, d)`. A view of a module that fixes
+another size, such as that of biases for all heads, counts as one of the former.
 
 A trainer that slices modules runs their own code on slices, which only the latter take; a graph has the same numbers
 for both. So a copy of the model runs on tensors without numbers, in which linear layers return a part of their columns
@@ -25,6 +26,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from strategies.capture.duplicate import duplicate
+from strategies.capture.tracing import in_few_words
 from strategies.core.graph import Operator, OperatorGraph
 from strategies.core.heads import layer_before, split_dim
 
@@ -114,12 +116,9 @@ def _shares(layers: Mapping[str, str], views: Mapping[str, Operator], graph: Ope
 
 
 def _size(operator: Operator, graph: OperatorGraph) -> int | None:
-    """The number by which a view splits a last dim; None for other operators, or has -1 there."""
+    """The number of parts into which a view splits a last dim; None for other operators."""
     dim = split_dim(operator, graph)
-    if dim is None or operator.op == "unflatten":
-        return None
-    size: int = operator.args[1][dim]
-    return None if size == -1 else size
+    return None if dim is None or operator.op == "unflatten" else operator.results[0].shape[dim]
 
 
 def _smallest_factor(size: int) -> int:
@@ -148,7 +147,7 @@ def _run(
             if path in shares:
                 module.register_forward_hook(partial(_first_columns, share=shares[path]))
     views = _Views(entered, paths)
-    with without_numbers(copy, batch) as given, _recorded(entered, paths), views:
+    with without_numbers(copy, batch) as given, _recorded(entered, paths), views, in_few_words():
         try:
             copy(*given)
         except Exception:  # of the user's forward: that is the question

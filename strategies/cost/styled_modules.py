@@ -184,15 +184,15 @@ def of_own_parameters(graph: OperatorGraph) -> frozenset[str]:
 
 
 def refuses_slices(operator: Operator, sharding: Sharding, factor: str, graph: OperatorGraph) -> bool:
-    """Whether a view splits the dim of a factor by a size that the model fixes, which torch refuses for a slice; or
-    while another size is -1, as view(b, -1, heads, d) does: of a slice it would make as many heads, of half of the
-    tokens. AutoTP changes the sizes of a module."""
+    """Whether a view splits the dim of a factor by a size that the model fixes, which torch refuses for a slice, or in a
+    module that fixes another size (biases for all heads); or while another size is -1, as view(b, -1, heads, d) does:
+    of a slice it would make as many heads, of half of the tokens. AutoTP changes the sizes of a module."""
     if operator.op not in ("_unsafe_view", "reshape", "view") or factor not in sharding.operands[0]:
         return False
     sizes = operator.args[1]
     taken, made = sharding.operands[0].index(factor), sharding.results[0].index(factor)
     splits = operator.results[0].shape[made] < graph.operand_specs(operator)[0].shape[taken]
-    return splits and sizes[made] != -1 and (-1 in sizes or operator.id in graph.fixed_sizes)
+    return splits and (operator.id in graph.fixed_sizes or (sizes[made] != -1 and -1 in sizes))
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,16 @@ class Tied(nn.Module):
         return self.head(self.inner(self.tokens(x)).tanh())  # type: ignore[no-any-return]
 
 
+class Shared(Tied):
+    """The table has one more name, that of a module which is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Embedding(TOKENS, 16)
+        self._modules = {"shared": self._modules.pop("shared"), **self._modules}
+        self.tokens.weight = self.head.weight = self.shared.weight
+
+
 def built(model: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     """A small model in fp32, and its batches (input, classes or numbers) of two steps. Some targets of the first rows
     are ignored, so that ranks count other numbers of them."""
@@ -122,8 +132,8 @@ def built(model: str) -> tuple[nn.Module, list[tuple[Tensor, Tensor]]]:
     if model == "weighed":
         net = nn.Sequential(nn.Embedding(TOKENS, 16), nn.Tanh(), nn.Linear(16, TOKENS), nn.LogSoftmax(-1))
         return net, batches
-    if model == "tied":
-        return Tied(), batches
+    if model in ("shared", "tied"):
+        return Shared() if model == "shared" else Tied(), batches
     if model in EXPERTS:
         return Logits(model), batches
     if model == "vit":

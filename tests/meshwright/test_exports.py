@@ -102,7 +102,7 @@ def test_the_bytes_of_the_exported_program_are_predicted(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "stage"), [("gpt", 0), ("llama", 0), ("llama", 3), ("tied", 0)])
+@pytest.mark.parametrize(("model", "stage"), [("gpt", 0), ("llama", 0), ("llama", 3), ("tied", 0), ("shared", 0)])
 def test_styles_of_torch_train_as_one_device(
     on_ranks: Callable[..., Any], tmp_path: Path, model: str, stage: int
 ) -> None:
@@ -273,6 +273,19 @@ def test_a_loss_that_checks_its_numbers_is_counted() -> None:
 
     batch = (torch.randn(8, 16), torch.randn(8, 16))
     plan = meshwright.plan(nn.Linear(16, 16), batch, loss=likelihood, mesh=2, mode="data_parallel", plan_cache=None)
+    assert sum(plan.content["communication"].values()) - 64 < predicted(plan)
+
+
+class WithOutput(nn.Linear):
+    """Returns its loss first."""
+
+    def forward(self, x: Tensor) -> Any:
+        made = super().forward(x)
+        return made.square().mean(), made
+
+
+def test_a_module_that_returns_more_than_its_loss_is_counted() -> None:
+    plan = meshwright.plan(WithOutput(16, 16), torch.randn(8, 16), mesh=2, mode="data_parallel", plan_cache=None)
     assert sum(plan.content["communication"].values()) - 64 < predicted(plan)
 
 

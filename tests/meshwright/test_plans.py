@@ -477,6 +477,12 @@ def test_bad_input_is_refused_with_a_code(tmp_path: Path) -> None:
     assert "0.weight" in refused("MW462", lambda: meshwright.verify(network(hidden=32), points(), plan))
     other = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)).double()
     assert "2.weight is float64[4, 16]" in refused("MW462", lambda: meshwright.verify(other, points(), plan))
+    tied, apart = (nn.Sequential(*(nn.Linear(16, 16) for _ in range(2))) for _ in range(2))
+    tied[1].weight = tied[0].weight
+    x = torch.randn(4, 16)
+    for first, second, named in ((apart, tied, "tied to 0.weight in this one"), (tied, apart, "planned module and")):
+        pair = meshwright.plan(first, (x, x), loss=nn.functional.mse_loss, mesh=2)
+        assert named in refused("MW462", lambda: meshwright.verify(second, (x, x), pair))  # noqa: B023
     refused("MW463", lambda: meshwright.verify(module, points(16), plan))
     narrow, nowhere = (tuple(one.to(kind) for one in points()) for kind in (torch.float32, "meta"))
     refused("MW463", lambda: meshwright.verify(module, narrow, plan))

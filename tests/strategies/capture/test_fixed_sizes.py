@@ -33,6 +33,20 @@ class Following(Fixed):
         return x.view(*x.shape[:2], x.shape[-1] // 2, 2)
 
 
+class Unknown(Fixed):
+    """Lets the tensor decide how many heads it has."""
+
+    def split(self, x: torch.Tensor, heads: int) -> torch.Tensor:
+        return x.view(*x.shape[:2], -1, 2)
+
+
+class Biased(Unknown):
+    """Adds numbers for as many heads as it has, as T5 does."""
+
+    def split(self, x: torch.Tensor, heads: int) -> torch.Tensor:
+        return super().split(x, heads) + torch.zeros(heads, 1)
+
+
 class Unset(Following):
     """Does not say how many heads of keys it has."""
 
@@ -69,6 +83,10 @@ def test_views_by_sizes_of_the_model_are_found(on: str) -> None:
     found = fixed(Following(), Fixed(), Following(), Fixed(), on=on)
     assert found == ["1.view@0", "1.view@1", "3.view@0", "3.view@1"]
     assert fixed(Following(), on=on) == []
+
+
+def test_views_of_modules_that_fix_another_size_are_found() -> None:
+    assert fixed(Unknown(), Biased()) == ["1.view@0", "1.view@1"]
 
 
 def test_views_that_split_a_slice_into_as_many_parts_are_found() -> None:
