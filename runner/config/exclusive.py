@@ -267,7 +267,7 @@ RULES: tuple[Rule, ...] = (
            f"use {FUSION}.{name}.mode=auto") for name in ("all_reduce", "all_gather", "reduce_scatter")),
         (COMPILE, ON, ON_WORKERS, "choose train.compile=false"),
         ("train.measure_memory", ON, "only ranks of one program are measured", "use train.measure_memory=false"),
-        ("train.callbacks", GIVEN, "workers are ahead of the step that a callback sees", "drop them"),
+        ("train.callbacks", GIVEN, "servers hold the weights that a callback sees", "drop them"),
         ("data.drop_last", OFF, "a short batch has no equal slices", "use data.drop_last=true"),
         ("data.unbatched", GIVEN, "a batch is divided by rows", "choose another mode"),
         ("data.workers", SOME, "a worker is given the next slice when it is done with one", "use data.workers=auto"),

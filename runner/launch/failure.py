@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import errno
+import io
 import os
 import re
 import resource
@@ -281,12 +282,29 @@ def _where(chain: Sequence[BaseException]) -> str:
     operators = [operator for link in chain if isinstance(operator := getattr(link, "operator", None), str)]
     rows = [row for link in chain if isinstance(row := getattr(link, "data_row", None), int)]
     parts = [f"operator {operator}" for operator in operators[:1]] + [f"row {row} of the data" for row in rows[:1]]
+    if any(getattr(link, "errno", None) in UNWRITABLE for link in chain):
+        parts += filter(None, [_written(chain)])
     # The deepest link was raised first, nearest to the user's line.
     for own_only in (True,) if parts or isinstance(chain[0], CodedError) else (True, False):
         for link in reversed(chain):
             if place := _innermost(link.__traceback__, own_only):
                 return ", ".join([*parts, place])
     return ", ".join(parts)
+
+
+def _written(chain: Sequence[BaseException]) -> str:
+    """The file that could not be written, which torch's and Python's errors of a write do not name."""
+    for link in reversed(chain):
+        if isinstance(link, OSError) and link.filename is not None:
+            return f"writing {link.filename}"
+        for frame, _ in reversed(list(traceback.walk_tb(link.__traceback__))):
+            values = frame.f_locals.values()
+            names = [getattr(value, "name", None) for value in values if isinstance(value, io.IOBase)]
+            names += [str(value) for value in values if isinstance(value, Path) and not value.is_dir()]
+            for name in names:
+                if isinstance(name, str):  # a number is that of an open file without a name
+                    return f"writing {name}"
+    return ""
 
 
 def _innermost(trace: TracebackType | None, own_only: bool) -> str:

@@ -251,14 +251,15 @@ class _LocalSupervision(Supervision):
         if not self.group.elastic or isinstance(first, Failure):
             return
         for place, rank in enumerate(self._forks[1:], 1):
-            if not isinstance(rank.report, Failure) or rank.report.code != failure.KILLED:
-                continue
-            if first is not None:  # all work is done
-                rank.report = Done(None)
+            if not isinstance(rank.report, Failure):
                 continue
             what = rank.report.what
-            if rank.start_again():
-                print(f"rank {rank.number} {what}; it is started anew, and the others go on", flush=True)
+            if first is not None:  # all work is done
+                if rank.report.code != failure.KILLED:
+                    print(f"rank {rank.number} {what.rstrip('.')}; the others have done its work", flush=True)
+                rank.report = Done(None)
+            elif rank.report.code == failure.KILLED and rank.start_again():
+                print(f"rank {rank.number} {what}; it is started anew", flush=True)
                 if self.stall.signs:
                     self.stall.signs = [
                         Signs(rank.pid, computing=True) if at == place else sign

@@ -10,6 +10,7 @@ available. Does not import torch.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Collection, Iterator
@@ -54,6 +55,7 @@ def train(config: Config, run_dir: Path, payload: dict[str, Any]) -> Any:
 
 def _train(config: Config, run_dir: Path, payload: dict[str, Any], hosts: WarmHosts | None) -> Any:
     most, count, before = config.launch.max_restarts, 0, dict[str | int | None, str | None]()
+    attempts = itertools.count()
     folder, marks = Path(payload["folder"]), payload["marks"]
     ready: Ready | None = None
     given: str | None = None
@@ -89,7 +91,7 @@ def _train(config: Config, run_dir: Path, payload: dict[str, Any], hosts: WarmHo
                 payload = payload | {"marks": ()}  # the time to the first step is reported once
                 how = _going_on(ready, who, time.monotonic() - began)
                 _report(run_dir, count, most, failed, newest, ready.world_size, how)
-            failed = None
+            failed, payload = None, payload | {"attempt": next(attempts)}
             with lost.returning(ready.world_size, run_dir) as returned:
                 result = start(
                     "runner.commands.entries:train_prepared", ready, config, run_dir, payload, returned, hosts

@@ -217,7 +217,9 @@ class Coordinator(Trainer):
         timeout = prepared.config.launch.timeout
         keeping = bool(self._sliced.kept)
         place = job.folder, rank.address, prepared.config.launch.host_of(rank.rank)
-        self.fleet = Fleet(*place, self._server.servers, self._server.replicas, timeout, self._welcome, keeping)
+        self.fleet = Fleet(
+            *place, self._server.servers, self._server.replicas, timeout, self._welcome, keeping, job.attempt
+        )
         parallel = prepared.config.parallel.model_copy(update={"mode": "stand_alone"})
         alone = replace(
             prepared,

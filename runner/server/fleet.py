@@ -68,9 +68,10 @@ class Fleet:
         timeout: float,
         welcome: Callable[[], list[Tensor]],
         keeping: bool,
+        attempt: int,
     ) -> None:
         self._folder, self._replicas, self._timeout, self._welcome = folder, replicas, timeout, welcome
-        self._keeping, self._host = keeping, host
+        self._keeping, self._host, self._attempt = keeping, host, attempt
         self._secret = new_secret(folder)
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._servers: dict[int, ServerLink] = {}
@@ -154,7 +155,7 @@ class Fleet:
             raise RunFailed(
                 "MW711",
                 "all workers are down, and with them the parameters that they keep (parallel.server.parameters): these "
-                "and their states go on from the newest checkpoint (launch.max_restarts).",
+                "and their states are lost. launch.max_restarts lets a run continue from the newest checkpoint.",
             )
         if link in self._idle:
             self._idle.remove(link)
@@ -246,9 +247,9 @@ class Fleet:
                 if not holders:
                     raise RunFailed(
                         "MW711",
-                        f"server {server} is down, and with it the {'last' if self._replicas else 'only'} copy of "
-                        f"shard {number}: its parameters and states go on from the newest checkpoint "
-                        "(launch.max_restarts)."
+                        f"server {server} (rank {self._ranks[link]}) is down, and with it the "
+                        f"{'last' if self._replicas else 'only'} copy of the parameters and states of shard {number}. "
+                        "launch.max_restarts lets a run continue from the newest checkpoint."
                         + (
                             " Its other copy was lost before a server had a new one."
                             if self._replicas
@@ -464,13 +465,18 @@ class Fleet:
         """Let all members end, also those that have just come; `done`: those to come have nothing left to do, else
         they wait for the coordinator of the next attempt."""
         if done:
-            _publish(self._folder, OVER)
+            _publish(self._folder, over(self._attempt))
         else:
             (self._folder / PLACE).unlink()
         self._over = True
         self._listener.close()
         for link in [*self._callers]:
             link.close()
+
+
+def over(attempt: int) -> str:
+    """What the file of members says when all is done; those of the next attempt wait for their coordinator."""
+    return f"{OVER} {attempt}"
 
 
 def _publish(folder: Path, content: str) -> None:

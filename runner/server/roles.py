@@ -13,7 +13,7 @@ from runner.launch.launchers.connection import SECRET_FILE
 from runner.launch.orders import RankContext
 from runner.planning.slices import sliced
 from runner.server.coordinator import Coordinator
-from runner.server.fleet import OVER, PLACE
+from runner.server.fleet import OVER, PLACE, over
 from runner.server.links import BROKEN, ServerLink, connect
 from runner.server.partition import partition
 from runner.server.store import Store
@@ -43,7 +43,7 @@ def train(rank: RankContext, job: TrainingJob) -> dict[str, Any] | None:
 
 def _is_over(job: TrainingJob) -> bool:
     place = job.folder / PLACE
-    return place.exists() and place.read_text(encoding="utf-8") == OVER
+    return place.exists() and place.read_text(encoding="utf-8") == over(job.attempt)
 
 
 def _work(rank: RankContext, job: TrainingJob, link: ServerLink, secret: bytes) -> None:
@@ -64,8 +64,11 @@ def _coordinator(job: TrainingJob) -> tuple[ServerLink, bytes] | None:
     while True:
         try:
             place = (job.folder / PLACE).read_text(encoding="utf-8")
-            if place == OVER:
+            if place == over(job.attempt):
                 return None
+            if place.startswith(OVER):  # of the attempt before
+                time.sleep(LOOK)
+                continue
             secret = (job.folder / SECRET_FILE).read_bytes()
             address, port = place.split()
             return connect((address, int(port)), secret, job.prepared.config.launch.timeout), secret

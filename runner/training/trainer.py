@@ -84,6 +84,8 @@ class TrainingJob:
     """The folder for tensors offloaded to disk."""
     marks: Marks = ()
     """When the parent's phases ended."""
+    attempt: int = 0
+    """How often ranks have been started with this folder before."""
 
 
 def updates_of(prepared: Prepared, execution: Execution, offload: Offload) -> Updates:

@@ -184,8 +184,8 @@ def of_own_parameters(graph: OperatorGraph) -> frozenset[str]:
 
 
 def refuses_slices(operator: Operator, sharding: Sharding, factor: str, graph: OperatorGraph) -> bool:
-    """Whether a view splits the dim of a factor by a size that the model fixes, which torch refuses for a slice, or in a
-    module that fixes another size (biases for all heads); or while another size is -1, as view(b, -1, heads, d) does:
+    """Whether a view splits the dim of a factor by a size that the model fixes, which torch refuses for a slice, or in
+    a module that fixes another size (biases for all heads); or while another size is -1, as view(b, -1, heads, d) does:
     of a slice it would make as many heads, of half of the tokens. AutoTP changes the sizes of a module."""
     if operator.op not in ("_unsafe_view", "reshape", "view") or factor not in sharding.operands[0]:
         return False

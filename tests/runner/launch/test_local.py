@@ -462,6 +462,26 @@ def test_what_a_rank_lacks_has_a_code(error: Exception, code: str, why: str) -> 
     assert found.what.startswith(f"failed: {why}: ")
 
 
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_file_that_cannot_be_written_is_named(opened: bool, tmp_path: Path) -> None:
+    """Python's error of a write does not."""
+    small, (most, hard) = tmp_path / "small.txt", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        with pytest.raises(OSError) as caught:
+            if opened:
+                with small.open("w") as file:
+                    file.write("0" * 100)
+                    file.flush()
+            else:
+                small.write_text("0" * 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+    found = from_exception(0, caught.value)
+    assert found.code == "MW720"
+    assert f"writing {small}" in found.where
+
+
 @pytest.mark.parametrize(
     "error", [RuntimeError("can't start new thread"), MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")]
 )

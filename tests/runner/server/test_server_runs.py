@@ -69,8 +69,9 @@ def test_killed_workers_and_servers_change_no_bit(start):
 
 def test_members_wait_for_a_coordinator_that_is_slow_to_start(tmp_path):
     launch = SimpleNamespace(timeout=0.1)
-    job = SimpleNamespace(folder=tmp_path, prepared=SimpleNamespace(config=SimpleNamespace(launch=launch)))
-    threading.Timer(0.5, (tmp_path / roles.PLACE).write_text, (roles.OVER,)).start()
+    prepared = SimpleNamespace(config=SimpleNamespace(launch=launch))
+    job = SimpleNamespace(folder=tmp_path, prepared=prepared, attempt=2)
+    threading.Timer(0.5, (tmp_path / roles.PLACE).write_text, (roles.over(2),)).start()
     assert roles._coordinator(job) is None
 
 
