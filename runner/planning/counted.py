@@ -274,15 +274,19 @@ def unknown_division(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> Ope
             continue
         if operator.id in divided:
             by = operator.args[1]
-            if not entries.isdisjoint(_behind(graph, by)) and _divisor(graph, tensors, by) is None:
+            if not entries.isdisjoint(dependencies(graph, by)) and _divisor(graph, tensors, by) is None:
                 return operator
         if operator.op in PRODUCTS:
             for ref in operator.operands:
-                if ref not in graph.trained and _inverts(graph, ref) and not entries.isdisjoint(_behind(graph, ref)):
+                if (
+                    ref not in graph.trained
+                    and _inverts(graph, ref)
+                    and not entries.isdisjoint(dependencies(graph, ref))
+                ):
                     return operator
         if operator.op in DIVISIONS and graph.specs[Ref(operator.id)].shape:  # losses, before they are added up
             by = operator.args[1]
-            if _is_untrained_scalar(graph, by) and not entries.isdisjoint(_behind(graph, by)):
+            if _is_untrained_scalar(graph, by) and not entries.isdisjoint(dependencies(graph, by)):
                 return operator
             if isinstance(by, Ref) and by not in graph.trained and _adds_rows(graph, by):
                 return operator
@@ -292,7 +296,7 @@ def unknown_division(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> Ope
 def _adds_rows(graph: OperatorGraph, value: Ref) -> bool:
     """Whether a tensor holds sums over all rows of the batch, such as those of the labels of each class."""
     rows = {source.spec.shape[0] for source in graph.of_kind("input") if source.spec.shape}
-    for operator in (graph.by_id[id] for id in _behind(graph, value)):
+    for operator in (graph.by_id[id] for id in dependencies(graph, value)):
         if isinstance(operator, Operator) and operator.op in SUMMED | {"mean"}:
             before, after = (graph.specs[ref].shape[:1] for ref in (operator.operands[0], Ref(operator.id)))
             if rows.issuperset(before) and before and before != after:
@@ -352,7 +356,7 @@ def _divisor(graph: OperatorGraph, tensors: Mapping[str, Tensor], by: Ref) -> Di
             (first, *_) = node.operands
             computed = _computed(graph, tensors, first)
             return None if computed is None else Divisor(computed, node.op != "sum", ref, tuple(chain[::-1]), by)
-        below = [one for one in node.operands if not inputs.isdisjoint(_behind(graph, one))]
+        below = [one for one in node.operands if not inputs.isdisjoint(dependencies(graph, one))]
         if node.op not in ELEMENTWISE | MOVES or len({*node.operands}) != 1 or len(below) != 1:
             return None
         if node.op not in MOVES | PRODUCTS | DIVISIONS and any(_may_be_a_size(graph, node, one) for one in node.args):
@@ -400,7 +404,7 @@ def _counted(graph: OperatorGraph, tensors: Mapping[str, Tensor], given: Mapping
 def _computed(graph: OperatorGraph, tensors: Mapping[str, Tensor], target: Ref) -> RowwiseValues | None:
     """How `target` is computed row by row from entries of the batch; None if it is not."""
     inputs = {one.id: position for position, one in enumerate(graph.of_kind("input"))}
-    behind = _behind(graph, target)
+    behind = dependencies(graph, target)
     entries = {id: inputs[id] for id in behind if id in inputs}
     if not entries:
         return None
@@ -506,7 +510,7 @@ def _mixed(graph: OperatorGraph, means: set[str]) -> bool:
 
 def _constant(graph: OperatorGraph, tensors: Mapping[str, Tensor], ref: Ref) -> Tensor | None:
     """The value of a tensor that is the same in every step; None for any other."""
-    behind = _behind(graph, ref)
+    behind = dependencies(graph, ref)
     sources = [source for source in graph.sources if source.id in behind]
     operators = tuple(operator for operator in graph.operators if operator.id in behind)
     if any(map(draws, operators)) or not all(_unchanged(graph, tensors, source) for source in sources):
@@ -514,7 +518,7 @@ def _constant(graph: OperatorGraph, tensors: Mapping[str, Tensor], ref: Ref) -> 
     return _run(operators, {Ref(one.id): tensors[one.name].detach().cpu().clone() for one in sources})[ref]
 
 
-def _behind(graph: OperatorGraph, ref: Ref) -> set[str]:
+def dependencies(graph: OperatorGraph, ref: Ref) -> set[str]:
     """The ids of everything on which a value depends."""
     behind, waiting = set[str](), [ref.id]
     while waiting:

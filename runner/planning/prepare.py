@@ -50,6 +50,7 @@ from runner.planning.counted import (
     nonlinear_in_means,
     unknown_division,
 )
+from runner.planning.coupled_rows import added_up, coupled
 from runner.planning.datasets import (
     check_prediction_names,
     datasets,
@@ -314,7 +315,9 @@ def prepare(
         _check_mesh(config, world_size)
         values = {}
     elif config.parallel.mode == "stand_alone":
-        prepared = _tried_alone(prepared, step, tensors, training, several, {**stored, **resumed}, say)
+        prepared = _tried_alone(
+            prepared, step, tensors, training, several, {**stored, **resumed}, unbatched(collate), say
+        )
         if prepared.short is not None:
             try:
                 run_once(step, last_rows())
@@ -340,7 +343,7 @@ def prepare(
         accept(graph, frozenset(step.model.state_dict()))
         trials = [] if evaluating is None else _trials(config, step, evaluating, evaluation_collate, floating)
         if several:
-            _say_what_is_unknown(graph, initial, say)
+            _say_what_is_unknown(graph, initial, unbatched(collate), say)
             prepared = replace(prepared, means=each_counted(graph, initial))
         prepared = with_plan(prepared, step, tensors, graph, plan, say)
         plan, stages = prepared.plan, prepared.stages
@@ -375,6 +378,7 @@ def _tried_alone(
     training: MapDataset,
     several: bool,
     stored: Mapping[str, StoredTensor],
+    without_rows: Collection[str],
     say: Callable[[str], None],
 ) -> Prepared:
     """Run a module that is not planned once; with what its loss divides by, where there are `several` micro-batches."""
@@ -388,7 +392,7 @@ def _tried_alone(
     if captured is None or not several:
         return prepared
     graph, initial = captured.graph, InitialTensors(captured.tensors, stored)
-    _say_what_is_unknown(graph, initial, say)
+    _say_what_is_unknown(graph, initial, without_rows, say)
     means, precision = each_counted(graph, initial), prepared.config.train.precision
     try:
         if means:
@@ -403,16 +407,24 @@ def _tried_alone(
     return replace(prepared, counted=counted(graph, initial), means=means)
 
 
-def _say_what_is_unknown(graph: OperatorGraph, initial: InitialTensors, say: Callable[[str], None]) -> None:
-    if (division := unknown_division(graph, initial)) is not None:
+def _say_what_is_unknown(
+    graph: OperatorGraph, initial: InitialTensors, without_rows: Collection[str], say: Callable[[str], None]
+) -> None:
+    """Say why the mean of micro-batches is not the loss of one batch, where it is not."""
+    differs = "so the loss of several micro-batches may differ from that of one batch."
+    if (operator := unknown_division(graph, initial)) is not None:
         say(
-            f"train: the loss divides by a number that the batch decides, at {division.where}; micro-batches count by "
+            f"train: the loss divides by a number that the batch decides, at {operator.where}; micro-batches count by "
             "their rows, not by that number. The sum of a mask is known, and a cross-entropy with ignore_index."
         )
-    for operator in nonlinear_in_means(graph)[:1]:
+    elif (operator := next(iter(nonlinear_in_means(graph)), None)) is not None:
+        say(f"train: the loss is no sum of means: {operator.op} at {operator.where} takes one, {differs}")
+    elif (operator := coupled(graph, without_rows)) is not None:
+        say(f"train: {operator.where} takes the rows of a micro-batch together, {differs}")
+    elif (operator := added_up(graph, without_rows)) is not None:
         say(
-            f"train: the loss is no sum of means: {operator.op} at {operator.where} takes one, so that the loss of "
-            "several micro-batches is not that of one batch."
+            f"train: the loss adds up rows, at {operator.where}; that of several micro-batches is their mean, which is "
+            "less than that of one batch. Divide by the number of rows."
         )
 
 

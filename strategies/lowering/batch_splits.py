@@ -71,6 +71,16 @@ def split_batch(
     return _Splitting(graph, part, plan, count, rows, exact).result()
 
 
+def depends_on_other_rows(operator: Operator, factor: str, graph: OperatorGraph, count: int) -> bool:
+    """Whether one of `count` slices of `factor` sends anything or needs its position (as random operators do)."""
+    mesh = Mesh((("rows", count),))
+    instructions = local_instructions(operator, rule_of(operator, graph), {factor: ("rows",)}, graph, mesh)
+    if any(isinstance(instruction, Redistribute) for instruction in instructions):
+        return True
+    calls = [(step.args, step.kwargs) for step in instructions if isinstance(step, Compute)]
+    return not draws(operator) and any(isinstance(leaf, RankValue) and leaf.axes for leaf in leaves(calls))
+
+
 class _Splitting:
     """What each operator does with the rows of the batch; then the new graph and its plan while they grow."""
 
@@ -153,18 +163,8 @@ class _Splitting:
             and factor not in sharding.sums
             and sharding.fits(factor, self.count)
             and (traits(operator.op).sized or (operator.args, operator.kwargs) == (small.args, small.kwargs))
-            and not self._depends_on_other_rows(operator, factor)
+            and not depends_on_other_rows(operator, factor, self.graph, self.count)
         )
-
-    def _depends_on_other_rows(self, operator: Operator, factor: str) -> bool:
-        """Whether a slice of `factor` sends anything or needs its position (as random operators do)."""
-        mesh = Mesh((("rows", self.count),))
-        sharding = rule_of(operator, self.graph)
-        instructions = local_instructions(operator, sharding, {factor: ("rows",)}, self.graph, mesh)
-        if any(isinstance(instruction, Redistribute) for instruction in instructions):
-            return True
-        calls = [(step.args, step.kwargs) for step in instructions if isinstance(step, Compute)]
-        return not draws(operator) and any(isinstance(leaf, RankValue) and leaf.axes for leaf in leaves(calls))
 
     def _check_work(self) -> None:
         operators = {operator.id: operator for operator in self.graph.operators}

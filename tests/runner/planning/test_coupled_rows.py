@@ -1,0 +1,121 @@
+"""Losses that take rows of a batch together, of which the mean over micro-batches is another number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from runner.planning.coupled_rows import added_up, coupled
+from strategies.capture import Objective, capture
+
+Loss = Callable[[Any, Tensor, Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """x [8, 6], y [8] -> a loss of h [8, 4]."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.layer, self.norm, self.loss = nn.Linear(6, 4), nn.BatchNorm1d(4), loss
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self, self.layer(x), y)
+
+
+def contrastive(net: Any, h: Tensor, y: Tensor) -> Tensor:
+    z = functional.normalize(h, dim=-1)
+    return functional.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)))
+
+
+def hardest(net: Any, h: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(h, y, reduction="none").topk(3).values.mean()
+
+
+def ordered(net: Any, h: Tensor, y: Tensor) -> Tensor:
+    return h.sort(0).values[0].mean()
+
+
+def covariance(net: Any, h: Tensor, y: Tensor) -> Tensor:
+    return (h.T @ h / len(h)).square().sum()
+
+
+COUPLED: dict[str, tuple[Loss, str]] = {
+    "products of rows": (contrastive, "matmul"),
+    "largest": (hardest, "topk"),
+    "sorted": (ordered, "sort"),
+    "squares of a mean": (covariance, "square"),
+    "batch norm": (lambda net, h, y: net.norm(h).pow(3).mean(), "batch_norm_training"),
+    "less the mean": (lambda net, h, y: (h - h.mean(0)).square().mean(), "sub"),
+    "deviations": (lambda net, h, y: h.std(0).mean(), "std"),
+    "means by class": (
+        lambda net, h, y: (h.T @ functional.one_hot(y, 4).to(h) / y.bincount(minlength=4)).mean(),
+        "div",
+    ),
+    "means of numbers": (lambda net, h, y: torch.where(y[:, None] > 0, h, torch.nan).nanmean(), "nanmean"),
+    "pairs": (lambda net, h, y: (h[:, None] - h[None]).abs().mean(), "sub"),
+    "running sums": (lambda net, h, y: h.cumsum(0).mean(), "cumsum"),
+    "of all rows": (lambda net, h, y: h.softmax(0).square().mean(), "softmax"),
+    "neighbours": (lambda net, h, y: (h * h.roll(1, 0)).mean(), "roll"),
+}
+
+
+def masked(net: Any, h: Tensor, y: Tensor) -> Tensor:
+    losses, mask = functional.cross_entropy(h, y, reduction="none"), y > 1
+    return (losses * mask).sum() / mask.sum() + losses[mask].mean() + h.sort(-1).values[:, 0].mean()
+
+
+def of_each_row(net: Any, h: Tensor, y: Tensor) -> Tensor:
+    centred = h - h.mean(-1, keepdim=True)
+    attention = (centred[:, :, None] * h[:, None]).softmax(-1) @ h[:, :, None]
+    last = h[torch.arange(len(h)), y]
+    return (
+        attention.square().mean()
+        + last.exp().mean()
+        + functional.cross_entropy(h.roll(1, -1).cumsum(-1), y)
+        + h.abs().mean(0).sum()
+    )
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_what_takes_rows_together_is_found(name: str) -> None:
+    loss, op = COUPLED[name]
+    found = coupled(captured(loss), ())
+    assert found is not None
+    assert found.op == op
+
+
+@pytest.mark.parametrize("loss", [masked, of_each_row])
+def test_means_over_rows_are_no_coupling(loss: Loss) -> None:
+    graph = captured(loss)
+    assert coupled(graph, ()) is None
+    assert added_up(graph, ()) is None
+
+
+def test_entries_without_rows_are_left_out() -> None:
+    graph = captured(lambda net, h, y: (h * y.double().softmax(0).mean()).mean())
+    assert coupled(graph, ()) is not None
+    assert coupled(graph, ("y",)) is None
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda net, h, y: functional.cross_entropy(h, y, reduction="sum"),
+        lambda net, h, y: h.square().sum() - h.abs().mean(),
+        lambda net, h, y: functional.mse_loss(h, h.sigmoid().detach(), reduction="sum") + 0.5 * h.exp().sum(),
+    ],
+)
+def test_sums_over_rows_are_found(loss: Loss) -> None:
+    graph = captured(loss)
+    assert coupled(graph, ()) is None
+    assert added_up(graph, ()) is not None
+
+
+def captured(loss: Loss) -> Any:
+    batch = (torch.randn(8, 6), torch.randint(0, 4, (8,)))
+    return capture(Objective(Net(loss), None, ("x", "y"), ()), batch, training=True).graph
