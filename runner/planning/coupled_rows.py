@@ -21,7 +21,7 @@ from strategies.rules.sharding import Sharding
 
 LINEAR = PRODUCTS | {"addmm", "baddbmm", "bmm", "einsum", "linear", "matmul", "mm", "mv"}
 """Linear in one operand."""
-ORDERED = frozenset("argsort kthvalue log_softmax median nanmedian quantile roll softmax sort topk".split())
+UNSLICED = frozenset("argsort kthvalue log_softmax median nanmean nanmedian quantile roll softmax sort topk".split())
 """Operators that are not sliced along the dim along which they work."""
 
 
@@ -51,7 +51,7 @@ def coupled(graph: OperatorGraph, unbatched: Collection[str]) -> Operator | None
         factors = _factors(operator, sharding, rows)
         if None in factors or not sharding.known:
             scalar = results and not any(one.shape for one in operator.results)
-            if (scalar and not sharding.known) or (operator.op in ORDERED and _along_rows(graph, operator, rows)):
+            if (scalar and not sharding.known) or (operator.op in UNSLICED and _along_rows(graph, operator, rows)):
                 return operator
             continue
         if counting and results:
@@ -65,7 +65,7 @@ def coupled(graph: OperatorGraph, unbatched: Collection[str]) -> Operator | None
         kept = {Ref(operator.id, at): dims.index(factor) for at, dims in enumerate(sharding.results) if factor in dims}
         if kept and sharding.fits(factor, 2) and depends_on_other_rows(operator, factor, graph, 2):
             return operator
-        if not kept and results and (factor not in sharding.sums or operator.op == "nanmean"):  # which counts numbers
+        if not kept and results and factor not in sharding.sums:
             return operator
         rows |= kept
         reduced.update(ref for ref in every if ref not in kept)
