@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from strategies.core.errors import StrategyError
 from strategies.optimizer.kernels import CHOICES, counts_on_device
 
-OWN = frozenset({"params", "name", "moe"})
+OWN = frozenset({"params", "name", "names", "moe"})
 """Entries of a group that depend on the plan."""
 
 
@@ -34,9 +34,23 @@ class OptimizerScalars:
     loss_scale: dict[str, Any] | None = None
 
     def find(self, names: Sequence[str]) -> dict[str, Any] | None:
-        """The group that holds one of `names`."""
+        """The group that holds one of `names`, or the only one: checkpoints before 2026-12 may name some of its
+        parameters alone, those of a stage. None without groups, or without names, of which a stage may have none.
+
+        Raises StrategyError where no group of several holds them.
+        """
         wanted = set(names)
-        return next((group for group in self.groups if wanted & set(group["names"])), None)
+        found = next((group for group in self.groups if wanted & set(group["names"])), None)
+        if found is None and wanted and self.groups:
+            if len(self.groups) > 1:
+                raise StrategyError(
+                    "MW607",
+                    f"The checkpoint has no options of the optimizer for {min(wanted)}: none of its "
+                    f"{len(self.groups)} parameter groups names it. Resume from another one, or begin with the weights "
+                    "alone (model.weights).",
+                )
+            (found,) = self.groups
+        return found
 
 
 @dataclass(frozen=True)
