@@ -427,6 +427,8 @@ def _put_back(graph: fx.Graph, writer: fx.Node, view: fx.Node, index: Any, base:
         return make(aten.permute.default, value, [order.index(dim) for dim in range(len(order))])
     bits = getattr(target, "_overloadname", "") == "dtype" and op == "view"
     if any(isinstance(one, torch.SymInt | fx.Node) for one in (*shape, *own, *args)):
+        if op == "slice" and not any(isinstance(one, torch.SymInt | fx.Node) for one in args):  # of selected rows
+            return make(aten.slice_scatter.default, base, value, *args, **kwargs)
         raise StrategyError(
             "MW902",
             f"{op_of(writer)}{at(writer)} writes to a slice that the values of a tensor bound, which are not known "

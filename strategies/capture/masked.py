@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -45,7 +46,7 @@ LINEAR: dict[Any, Callable[..., Tensor]] = {
     for name in ("add", "sub", "mul")
     for form in ("{}", "{}_", "__{}__", "__i{}__")
 } | {getattr(Tensor, name): torch.div for name in ("div", "div_", "__truediv__", "__itruediv__")}
-"""What may be done to selected elements with a number, in place too."""
+"""What may be done to selected elements with a number, and in place with what else rows have or share."""
 MOVING = frozenset("clone contiguous detach to type float double half bfloat16 long int bool neg negative".split())
 """Functions that no element makes infinite."""
 ELEMENTS = MOVING | frozenset(
@@ -320,10 +321,12 @@ class Selections:
         if not known or any(one.mask is not known[0].mask for one in known) or _writes(function, args, kwargs):
             return NOT_KNOWN
         if function in LINEAR and len(args) == 2 and not kwargs and args[0] is known[0].result:
-            if type(args[1]) in (int, float):
+            other, in_place = args[1], re.fullmatch(r"\w*[a-z]_|__i\w+", function.__name__) is not None
+            if type(other) in (int, float) or (in_place and self._is_along(other, known[0])):
                 viewed = known[0].viewed
                 base = None if viewed is None else self.of(viewed[0])
-                result = self._both(function, args, kwargs, known[0], LINEAR[function](known[0].dense, args[1]))
+                dense = known[0].safe if isinstance(other, Tensor) else known[0].dense
+                result = self._both(function, args, kwargs, known[0], LINEAR[function](dense, self._dense(other)))
                 if viewed is not None and base is not None and result is known[0].result:  # written in place
                     self._note_written(base, viewed[1], self._dense(result, rows=True, raw=True), known[0].layered)
                 return result
@@ -461,6 +464,12 @@ class Selections:
             return one.rows(complete) if rows else complete
 
         return tree_map_only(Tensor, dense, nested)
+
+    def _is_along(self, other: Any, one: Selected) -> bool:
+        """Whether something is a selection of as many dims, or a tensor that all rows share."""
+        if not isinstance(other, Tensor) or any(isinstance(size, torch.SymInt) for size in other.shape[1:]):
+            return False
+        return other.dim() == one.result.dim() if self.of(other) is not None else _is_shared(other, one.result)
 
     def _looked_up(self, tensor: Any, index: Any, known: Sequence[Selected]) -> Any:
         """Rows of a table that selected numbers name (`table[y[mask]]`), or of each selected row the element that its

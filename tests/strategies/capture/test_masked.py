@@ -283,7 +283,19 @@ def placed(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Te
     return net.head(out).square().mean()
 
 
-LOSSES += [products, merged, pairs, unpadded, looked_up, expanded, joined, placed]
+def augmented(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    """Assignments that compute in place, of what is selected and of a view of it."""
+    out = h.clone()
+    out[chosen] += net.inner.bias
+    out[chosen] *= y[chosen]
+    out[chosen] /= net.heat
+    part = h[chosen] * 1.0
+    part -= y[chosen]
+    part[:, :2] *= net.inner.bias[:2]
+    return out.square().mean() + part.square().sum()
+
+
+LOSSES += [augmented, products, merged, pairs, unpadded, looked_up, expanded, joined, placed]
 
 
 @pytest.mark.few(4)
