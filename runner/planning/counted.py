@@ -27,8 +27,8 @@ from strategies.runtime.tensor_files import StoredTensor, TensorReader
 
 CLASS_LOSSES = frozenset({"cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d"})
 MOVES = frozenset(
-    "_to_copy _unsafe_view alias clone constant_pad_nd contiguous detach flatten movedim pad permute reshape select "
-    "slice squeeze to transpose unsqueeze view".split()
+    "_to_copy _unsafe_view alias clone constant_pad_nd contiguous detach expand flatten movedim pad permute reshape "
+    "select slice squeeze to transpose unsqueeze view".split()
 )
 """Operators that move elements and change none."""
 ELEMENTWISE = frozenset(

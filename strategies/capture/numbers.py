@@ -7,6 +7,7 @@ export wrote down are dropped: they say what was true at capture.
 
 from __future__ import annotations
 
+import math
 import operator as python_operator
 from collections.abc import Collection
 from typing import Any
@@ -47,7 +48,13 @@ ARITHMETIC: dict[Any, Any] = {
     torch.sym_max: aten.maximum.default,
     torch.sym_min: aten.minimum.default,
     torch.sym_ite: aten.where.self,
+    math.trunc: aten.trunc.default,
+    math.floor: aten.floor.default,
+    math.ceil: aten.ceil.default,
+    round: aten.round.default,
 }
+BOUNDS = {torch.sym_max: "min", torch.sym_min: "max"}
+"""With a number, of which a divisor is known as `clamp(min=1)` is."""
 FILLED = {aten.full: 1, aten.full_like: 1, aten.new_full: 2, aten.scalar_tensor: 0}
 """Which argument is the number of which a tensor is made."""
 PRECISION = {int: torch.int64, float: torch.float64, bool: torch.bool}
@@ -117,8 +124,14 @@ def _number(graph: fx.Graph, node: fx.Node) -> fx.Node:
         tensor_value = call(graph, node, aten.reshape.default, tensor_value, [])
     elif node.target in (torch.sym_float, torch.sym_int, float, int):
         tensor_value = node.args[0]
-    elif node.target in ARITHMETIC:
-        tensors = [arg if isinstance(arg, fx.Node) else _full(graph, node, arg) for arg in node.args]
+    elif node.target in BOUNDS and any(not isinstance(arg, fx.Node) for arg in node.args):
+        (bounded,) = node.all_input_nodes
+        (bound,) = (arg for arg in node.args if arg is not bounded)
+        exact = call(graph, node, aten.to.dtype, bounded, _precision(symbol))
+        tensor_value = call(graph, node, aten.clamp.default, exact, **{BOUNDS[node.target]: bound})
+    elif node.target in ARITHMETIC and (node.target is not round or {*node.args[1:]} <= {None}):
+        given = [arg for arg in node.args if arg is not None]
+        tensors = [arg if isinstance(arg, fx.Node) else _full(graph, node, arg) for arg in given]
         if node.target is python_operator.truediv:  # which python does in double precision
             tensors = [call(graph, node, aten.to.dtype, tensor, torch.float64) for tensor in tensors]
         tensor_value = call(graph, node, ARITHMETIC[node.target], *tensors)
@@ -130,11 +143,15 @@ def _number(graph: fx.Graph, node: fx.Node) -> fx.Node:
             f"{op_of(node)}{at(node)} computes a number from the values of a tensor, which is not known when the model "
             "is captured; keep it a tensor.",
         )
-    kind = bool if isinstance(symbol, torch.SymBool) else float if isinstance(symbol, torch.SymFloat) else int
-    tensor_value = call(graph, node, aten.to.dtype, tensor_value, PRECISION[kind])
+    tensor_value = call(graph, node, aten.to.dtype, tensor_value, _precision(symbol))
     tensor: fx.Node = tensor_value
     tensor.meta["was"] = symbol
     return tensor
+
+
+def _precision(symbol: Any) -> torch.dtype:
+    kind = bool if isinstance(symbol, torch.SymBool) else float if isinstance(symbol, torch.SymFloat) else int
+    return PRECISION[kind]
 
 
 def goes_on(node: fx.Node) -> StrategyError:

@@ -55,6 +55,11 @@ class Tokens(nn.Module):
         if self.loss == "written out":
             losses, mask = functional.cross_entropy(logits.mT, labels, reduction="none"), labels != -100
             return (losses * mask).sum() / mask.float().sum().clamp(min=1)
+        if self.loss == "by a Python number":
+            losses, mask = functional.cross_entropy(logits.mT, labels, reduction="none"), (labels != -100).float()
+            return (losses * mask).sum() / max(1, int(mask.sum()))
+        if self.loss == "expanded":
+            return logits.square()[(labels != -100)[..., None].expand(-1, -1, CLASSES)].mean()
         if self.loss == "by a length":
             losses = functional.cross_entropy(logits.mT, labels, reduction="none")[labels != -100]
             return losses.sum() / max(1, len(losses))
@@ -228,6 +233,21 @@ def test_computed_labels_need_the_same_complete_rows_of_every_entry():
     rows, columns, complete = (("dp",), ()), ((), ("dp",)), ((), ())
     for first, second, readable in ((rows, rows, True), (rows, complete, False), (columns, columns, False)):
         assert count.readable([first, second]) == readable
+
+
+def test_a_divisor_may_be_a_number_of_python():
+    model, batch = captured(Tokens("by a Python number"), None)
+    (divisor,) = each_counted(model.graph, model.tensors)
+    assert isinstance(divisor, Divisor)
+    assert divisor.of(batch, ()) == ROWS * LENGTH - 5
+    assert [divisor.value(total) for total in (0.0, 3.0)] == [1.0, 3.0]
+
+
+def test_a_mask_that_is_expanded_counts_its_elements():
+    model, batch = captured(Tokens("expanded"), None)
+    (divisor,) = each_counted(model.graph, model.tensors)
+    assert isinstance(divisor, Divisor)
+    assert divisor.of(batch, ()) == (ROWS * LENGTH - 5) * CLASSES
 
 
 def test_a_divisor_by_element_is_that_of_all_parts_of_rows():
