@@ -26,11 +26,12 @@ UNSLICED = frozenset("argsort kthvalue log_softmax median nanmean nanmedian quan
 
 
 def coupled(graph: OperatorGraph, unbatched: Collection[str]) -> Operator | None:
-    """The first operator on the way to the loss that takes several rows together, but for sums and means.
+    """The first operator on the way to the loss that takes several rows together, but for sums and means; None if none
+    is found.
 
     Args:
-        graph: of a step.
-        unbatched: the entries of a batch without rows.
+        graph: of a step, from the entries of a micro-batch to the loss.
+        unbatched: the names of entries without rows.
     """
     rows = _rows_of_inputs(graph, unbatched)
     reduced: set[Ref] = set()  # sums and means over rows, counts too
@@ -73,7 +74,7 @@ def coupled(graph: OperatorGraph, unbatched: Collection[str]) -> Operator | None
 
 
 def added_up(graph: OperatorGraph, unbatched: Collection[str]) -> Operator | None:
-    """An operator that adds up rows, whose result is a summand of the loss as it is."""
+    """An operator that adds up rows, whose result is an unscaled term of the loss."""
     rows, seen = _rows_of_inputs(graph, unbatched), set[str]()
     for operator in graph.operators:
         sharding = rule_of(operator, graph)
@@ -121,8 +122,8 @@ def _along_rows(graph: OperatorGraph, operator: Operator, rows: Mapping[Ref, int
 
 
 def _is_linear(graph: OperatorGraph, operator: Operator, reduced: Sequence[Ref]) -> bool:
-    """Whether a result is linear in operands that are sums or means over rows. Scalars are not looked at, of which
-    `nonlinear_in_means` tells more."""
+    """Whether a result is linear in operands that are sums or means over rows. Scalars count as linear here, since
+    `nonlinear_in_means` finds functions of these."""
     if not any(graph.specs[ref].shape for ref in operator.operands):
         return True
     if operator.op in LINEAR:
