@@ -365,7 +365,8 @@ class Selections:
         if name in ("bmm", "matmul", "pairwise_distance") and aligned and not others and len(known) == 2:
             if known[0].result.dim() == (2 if name == "pairwise_distance" else 3):
                 return self._each(function, args, kwargs, known[0])
-        if name in MAKING and first and len(known) == 1:
+        sized = any(isinstance(leaf, torch.SymInt) for leaf in tree_leaves((args[1:], kwargs)))
+        if name in MAKING and first and len(known) == 1 and not sized:
             return function(known[0].dense, *args[1:], **kwargs)
         if name in EXPANDING and first:
             return self._expanded(name, function, args, kwargs, known)
@@ -476,8 +477,8 @@ class Selections:
         number names (`x[mask][torch.arange(n), y[mask]]`)."""
         one, selected = known[0], self.of(tensor)
         names = self.of(index) if isinstance(index, Tensor) else None
-        if names is not None and selected is None and not names.dense.is_floating_point():
-            if names.dense.dtype is not torch.bool and type(tensor.shape[0]) is int:
+        if names is not None and selected is None and names.dense.dtype in (torch.int64, torch.int32):
+            if type(tensor.shape[0]) is int:
                 return self._both(Tensor.__getitem__, (tensor, index), {}, one, tensor[names.safe])
         if selected is not None and isinstance(index, tuple) and len(index) == 2:
             every, names = index[0], self.of(index[1]) if isinstance(index[1], Tensor) else None
@@ -710,7 +711,9 @@ def _reduced(one: Selected, name: str, dims: Sequence[int], keepdim: bool) -> Te
 
 def _of_rows(masks: Sequence[Tensor]) -> Tensor:
     """How many elements of each row several masks select together."""
-    return reduce(operator.add, (mask.long() if mask.dim() == 1 else mask.flatten(1).sum(1) for mask in masks))
+    return reduce(
+        operator.add, (mask.long() if mask.dim() == 1 else mask.sum([*range(1, mask.dim())]) for mask in masks)
+    )
 
 
 def _deviation(one: Selected, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

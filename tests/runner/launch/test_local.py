@@ -470,11 +470,11 @@ def test_a_file_that_cannot_be_written_is_named(opened: bool, tmp_path: Path) ->
     try:
         with pytest.raises(OSError) as caught:
             if opened:
-                with small.open("w") as file:
+                with small.open("w", encoding="utf-8") as file:
                     file.write("0" * 100)
                     file.flush()
             else:
-                small.write_text("0" * 100)
+                small.write_text("0" * 100, encoding="utf-8")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
     found = from_exception(0, caught.value)

@@ -15,14 +15,14 @@ from runner.server.fleet import PLACE, over
 
 def test_members_of_the_next_attempt_wait_for_its_coordinator(tmp_path: Path) -> None:
     found: list[Any] = []
-    (tmp_path / PLACE).write_text(over(0))
+    (tmp_path / PLACE).write_text(over(0), encoding="utf-8")
     jobs: list[Any] = [SimpleNamespace(folder=tmp_path, attempt=attempt) for attempt in range(2)]
     assert roles._coordinator(jobs[0]) is None
     member = threading.Thread(target=lambda: found.append(roles._coordinator(jobs[1])))
     member.start()
     member.join(5 * roles.LOOK)
     assert member.is_alive()
-    (tmp_path / PLACE).write_text(over(1))
+    (tmp_path / PLACE).write_text(over(1), encoding="utf-8")
     member.join(100 * roles.LOOK)
     assert found == [None]
 

@@ -273,6 +273,8 @@ def joined(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Te
         F.cross_entropy(scores, torch.cat([classes[chosen], classes[~chosen]]))
         + F.binary_cross_entropy_with_logits(torch.cat((first, second)), truth)
         + torch.cat([h[chosen], net.inner.weight]).square().mean()
+        + F.mse_loss(torch.cat([h[chosen], y[chosen]]), torch.cat([y[chosen], h[chosen]]))
+        + F.cross_entropy(net.head(torch.cat([h[chosen], y[chosen]])), torch.cat([classes[chosen]] * 2))
     )
 
 
