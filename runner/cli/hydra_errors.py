@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
+import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from runner.cli.recipes import READ, in_yaml
-from runner.config.keys import unknown, walk
+from runner.cli.recipes import READ, catalogue, in_yaml, shipped
+from runner.config.keys import children, unknown, walk
 from runner.config.origins import Origins
 from runner.errors import ConfigError, allowed
 
@@ -59,6 +61,13 @@ def reword(error: Exception, overrides: list[str]) -> ConfigError:
         if group == "recipe" and (other := Path("recipes", f"{name}.yml")).is_file():
             own = f" {other} is there: recipes end in .yaml."
         return ConfigError("MW106", f"{group} = {name!r} does not exist.{right}{own}{origins.sentence([group])}")
+    listed = re.search(r"In '.*?([^/']+)': Could not load '(.+)/([^/']+)'", text)
+    if isinstance(error, MissingConfigException) and listed is not None:
+        ours = (file.stem for file in (shipped().parent / "conf" / listed[2]).glob("*.yaml"))
+        options = sorted(catalogue() if listed[2] == "recipe" else ours)
+        return ConfigError(
+            "MW106", f"{listed[1]}: its defaults name {listed[3]!r}, which does not exist.{allowed(listed[3], options)}"
+        )
     if isinstance(error, MissingConfigException):
         return ConfigError("MW803", f"{_fallback(_one_line(str(error)))} `run doctor` checks the installation.")
     if found := re.search(r"Could not override '([^'@]+)", text):
@@ -106,11 +115,25 @@ def _chosen(missing: str, overrides: Sequence[str]) -> tuple[str, str]:
 def _override(key: str, origins: Origins) -> str:
     if key == "recipe":
         return "a recipe is added with a plus: +recipe=NAME. `run recipes` lists the names."
+    inner = _key_of_mapping(key, origins.overrides)
+    key = key if inner is None else f"{key}.{inner}"
     parent, _, _ = key.rpartition(".")
     text = unknown(key)
     if "Allowed" not in text and "no place" not in text:
         text = f"{key} is not a config key; {parent} has no keys of its own."
     return text + origins.sentence([key])
+
+
+def _key_of_mapping(section: str, overrides: Sequence[str]) -> str | None:
+    """The first key that a section does not have, of a mapping that is given as its value (`train={stps: 3}`)."""
+    known = children(section)
+    for word in overrides:
+        name, _, value = word.lstrip("+").partition("=")
+        if name == section and value.startswith("{"):
+            with suppress(YAMLError):
+                given = yaml.safe_load(re.sub(r":(?=[^ ])", ": ", value))
+                return next((str(inner) for inner in given if inner not in known), None)
+    return None
 
 
 def _grammar(override: str, text: str) -> str:

@@ -240,6 +240,8 @@ def prepare(
     if config.model.target is not None:
         resolve(config.model.target, "model.target")  # whose file may set torch's default dtype
     training, evaluating, collate = datasets(config)
+    if evaluating is not None and config.job.name == "train" and not config.evaluate.args:
+        say("evaluate: the rows of training, as evaluate.args is empty; give it the arguments of other data.")
     evaluation_collate = collate
     if config.job.name == "predict":
         evaluating, evaluation_collate = prediction_data(config)

@@ -147,6 +147,13 @@ def test_epochs_end_with_the_rows_that_are_left(start, shuffle):
         assert start(*more, "train.resume=auto", folder="parts").losses == ran.losses
 
 
+@pytest.mark.parametrize(("args", "said"), [("{}", True), ("{rows: 16, seed: 1}", False)])
+def test_an_evaluation_of_the_rows_of_training_says_so(start, capfd, args, said):
+    more = ("parallel=data_parallel", "train.steps=1", "evaluate.every=1", f"evaluate.args={args}")
+    start(*SMALL, *more)
+    assert ("evaluate: the rows of training" in capfd.readouterr().out) == said
+
+
 def test_an_evaluation_has_the_tensors_of_its_batches(start):
     """Of batches of 16 and 5 rows."""
     more = ("model.target=networks.SizedClassifier", DOUBLE, "parallel=data_parallel", "train.steps=1")
