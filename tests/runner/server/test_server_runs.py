@@ -123,7 +123,7 @@ def test_a_server_that_hangs_in_an_update_is_replaced(start, capfd, consistency)
 def test_both_holders_of_a_shard_are_killed(start):
     """The broken connection by which a server hears of the other's end is no cause."""
     kills = f"launch.faults=[{kill(1, 3, 'optimizer')}, {kill(2, 3, 'optimizer')}]"
-    with pytest.raises(RunFailed, match="the last copy of shard") as caught:
+    with pytest.raises(RunFailed, match="the last copy of the parameters") as caught:
         start(*SERVED, REPLICAS, kills, PATIENCE)
     assert caught.value.code == "MW711"
 
