@@ -486,8 +486,8 @@ class _Complete(TorchFunctionMode):
     """Runs on a rank's slices what needs some dims, or all of a tensor, complete. Of dims that are counted from the
     last, DTensor (torch 2.13) adds up every slice for itself, products end in an error in backward, as do quantiles,
     shifts return shifted values, gradients of adaptive pools have the sizes of slices, fewer places than a tensor
-    has rows are sliced as these, the places of extremes in stripes end in an error, as do counts of values, and
-    repeats."""
+    has rows are sliced as these, the places of extremes in stripes end in an error, as do counts of values,
+    repeats, spectra of windows, and losses of alignments."""
 
     SCANS = torch.cumprod, torch.cumsum, torch.logcumsumexp, Tensor.cumprod, Tensor.cumsum, Tensor.logcumsumexp
     POOLS: Mapping[Any, int] = {
@@ -505,7 +505,8 @@ class _Complete(TorchFunctionMode):
         *(Tensor.__lshift__, Tensor.__rshift__, torch.mvlgamma, Tensor.mvlgamma, torch.fft.ihfft),
         *(torch.linalg.householder_product, torch.linalg.ldl_solve, torch.linalg.solve_triangular),
         *(torch.select_scatter, torch.slice_scatter, Tensor.select_scatter, Tensor.slice_scatter),
-        *(torch.bincount, Tensor.bincount),
+        *(torch.bincount, Tensor.bincount, torch.combinations),
+        *(torch.stft, Tensor.stft, torch.istft, Tensor.istft, functional.ctc_loss),
     )
     REPEATS = torch.repeat_interleave, Tensor.repeat_interleave
 

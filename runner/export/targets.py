@@ -59,7 +59,7 @@ def exported(name: str, prepared: Prepared, title: str, *, allow_changes: bool =
         shown = "; ".join(map(str, found[:3])) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
         raise ConfigError(
             "MW465",
-            f"The target {name} would lay out {len(found)} of the plan otherwise: {shown}. Export with "
+            f"The target {name} would make {len(found)} changes to the plan: {shown}. Export with "
             "allow_changes=True (export.allow_changes=true in a command), or plan without them.",
         )
     return target.text(prepared, title)

@@ -137,6 +137,19 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str, tuple[int, ...]]] = {
         )
         for placed, dim in (("S1", 0), ("S2", 1), ("S2", -3), ("S0", 0))
     },
+    "spectra of windows": (
+        lambda x: torch.stft(x, 8, 4, window=torch.ones(8), return_complex=True).abs(),
+        "S1",
+        (2, 16),
+    ),
+    "combinations": (lambda x: torch.combinations(x).prod(1), "S0", (4,)),
+    "a loss of alignments": (
+        lambda x: functional.ctc_loss(
+            x.log_softmax(-1), torch.tensor([[1, 2], [2, 2]]), torch.tensor([6, 5]), torch.tensor([2, 1])
+        ),
+        "S1",
+        (6, 2, 4),
+    ),
     "products with means": (lambda x: x.sin() * x.mean((0, 1)), "S1", (4, 4)),
     "products with means of sums": (lambda x: (x @ x.sum(0)) * x.mean((0, 1)), "S0", (4, 4)),
     "less the variance": (lambda x: x.sin() - x.var(0, keepdim=True), "S0", (4, 4)),
