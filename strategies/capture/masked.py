@@ -90,6 +90,7 @@ JOINING = {"cat": 0, "concat": 0, "concatenate": 0, "stack": 1}
 """Functions that join a list of tensors along a dim, and how many dims the result has more."""
 MAKING = frozenset("new_empty new_full new_ones new_tensor new_zeros".split())
 """Functions that take no more of a tensor than its dtype and device."""
+FACTORIES = frozenset({torch.full, torch.ones, torch.zeros})
 EXPANDING = frozenset("broadcast_to expand expand_as repeat".split())
 PARTS = {"chunk": 2, "split": 2, "tensor_split": 2, "unbind": 1}
 """Functions that return parts along the dim that an argument at a position says."""
@@ -316,6 +317,8 @@ class Selections:
         """What a function of selected elements returns, or NOT_KNOWN."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         known = [one for tensor in tensors if (one := self.of(tensor)) is not None]
+        if function in FACTORIES or getattr(function, "__name__", "") in MAKING:
+            return self._made(function, args, kwargs)
         if known and joins_rows(getattr(function, "__name__", ""), args, kwargs):
             return self._behind(function, args, kwargs)
         if not known or any(one.mask is not known[0].mask for one in known) or _writes(function, args, kwargs):
@@ -365,9 +368,6 @@ class Selections:
         if name in ("bmm", "matmul", "pairwise_distance") and aligned and not others and len(known) == 2:
             if known[0].result.dim() == (2 if name == "pairwise_distance" else 3):
                 return self._each(function, args, kwargs, known[0])
-        sized = any(isinstance(leaf, torch.SymInt) for leaf in tree_leaves((args[1:], kwargs)))
-        if name in MAKING and first and len(known) == 1 and not sized:
-            return function(known[0].dense, *args[1:], **kwargs)
         if name in EXPANDING and first:
             return self._expanded(name, function, args, kwargs, known)
         if name == "broadcast_tensors" and aligned:
@@ -588,6 +588,22 @@ class Selections:
             return NOT_KNOWN
         dense = function(equation, *self._dense(operands, rows=True)).unflatten(0, like.mask.shape)
         return self._both(function, (equation, *operands), {}, like, dense, layered=True)
+
+    def _made(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """A tensor of one number, which has as many rows as are selected where its size says so."""
+        of = () if function in FACTORIES else args[:1]
+        given = args[len(of) :]
+        several = bool(given) and isinstance(given[0], (tuple, list))
+        sizes, rest = (given[0], given[1:]) if several else (given, ())
+        like = of and self.of(of[0])
+        if not any(isinstance(leaf, torch.SymInt) for leaf in tree_leaves((given, kwargs))):
+            return NOT_KNOWN if not like else function(like.dense, *given, **kwargs)
+        rows = (one for one in self.known.values() if one.is_current and _is_same_size(one.result.shape[0], sizes[0]))
+        like = next(rows, None) if sizes and all(type(size) is int for size in sizes[1:]) else None
+        if like is None:
+            return NOT_KNOWN
+        dense = function(*(self._dense(one) for one in of), (*like.mask.shape, *sizes[1:]), *rest, **kwargs)
+        return self._both(function, args, kwargs, like, dense)
 
     def _behind(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Selections one behind the other, of any masks: what the masks select, likewise joined. Of a tensor that is

@@ -264,6 +264,18 @@ def expanded(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> 
     )
 
 
+def made_for_them(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
+    """Tensors of one number with as many rows as are selected, such as the classes of a contrastive loss."""
+    part = h[chosen]
+    scores = torch.cat([(part * y[chosen]).sum(-1, keepdim=True), part @ net.inner.weight], 1)
+    return (
+        F.cross_entropy(scores, torch.zeros(len(part), dtype=torch.long))
+        + (part - part.new_full((part.shape[0], 6), 0.5)).square().mean()
+        + (part * torch.full(part.shape, 2.0, dtype=h.dtype)).sum()
+        + F.binary_cross_entropy_with_logits(part[:, 0], part.new_ones(part.shape[0]))
+    )
+
+
 def joined(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) -> Tensor:
     """Selections of two masks and all rows of a tensor, one behind the other."""
     scores, classes = torch.cat([net.head(h[chosen]), net.head(y[~chosen])]), labels.clamp(min=0)
@@ -297,7 +309,7 @@ def augmented(net: Any, h: Tensor, labels: Tensor, y: Tensor, chosen: Tensor) ->
     return out.square().mean() + part.square().sum()
 
 
-LOSSES += [augmented, products, merged, pairs, unpadded, looked_up, expanded, joined, placed]
+LOSSES += [augmented, products, merged, pairs, unpadded, looked_up, expanded, made_for_them, joined, placed]
 
 
 @pytest.mark.few(4)
