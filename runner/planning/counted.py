@@ -41,6 +41,7 @@ PRODUCTS = frozenset({"mul", "multiply"})
 INVERSES = frozenset({"pow", "reciprocal", "rsqrt"})
 ADDITIVE = MOVES | frozenset("add masked_fill nan_to_num neg negative positive rsub sub subtract where".split())
 """Operators on scalars that a loss may compute from a mean and stay a sum of means."""
+FILLING = frozenset({"full", "ones", "zeros"})
 SUMMED = frozenset({"sum", "count_nonzero"})
 FIRST = 1 << 40
 """Marks of elements are no less than this, and no class is as large."""
@@ -264,6 +265,17 @@ def divisions(graph: OperatorGraph) -> list[Operator]:
     ]
 
 
+def unknown_labels(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> Operator | None:
+    """The first mean over classes whose labels the batch decides, but not row by row."""
+    entries = {source.id for source in graph.of_kind("input")}
+    for operator, known in _means(graph, tensors):
+        target = arguments(operator)["target"]
+        if known is None and operator.id in graph.returning and not graph.specs[target].floating:
+            if not entries.isdisjoint(dependencies(graph, target)):
+                return operator
+    return None
+
+
 def unknown_division(graph: OperatorGraph, tensors: Mapping[str, Tensor]) -> Operator | None:
     """The first division on the way to the loss by a number that the batch decides in a way that is not known, or
     product with the inverse of one."""
@@ -457,10 +469,16 @@ def _elementwise(graph: OperatorGraph, operator: Operator, rows: int, by_row: Co
         and all(
             (len(own) == len(shape) and own[:1] == shape[:1])
             if ref in by_row
-            else len(own) < len(shape) or own[:1] == (1,)
+            else len(own) < len(shape) or own[:1] == (1,) or _is_filled(graph, ref)
             for ref, own in shapes.items()
         )
     )
+
+
+def _is_filled(graph: OperatorGraph, ref: Ref) -> bool:
+    """Whether all elements of a tensor are one number."""
+    node = graph.by_id[ref.id]
+    return isinstance(node, Operator) and node.op in FILLING and not node.operands
 
 
 def _looks_up(graph: OperatorGraph, operator: Operator, rows: int, by_row: Collection[Ref]) -> bool:

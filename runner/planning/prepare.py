@@ -49,6 +49,7 @@ from runner.planning.counted import (
     mean_weights,
     nonlinear_in_means,
     unknown_division,
+    unknown_labels,
 )
 from runner.planning.coupled_rows import added_up, coupled
 from runner.planning.datasets import (
@@ -418,6 +419,11 @@ def _say_what_is_unknown(
         say(
             f"train: the loss divides by a number that the batch decides, at {operator.where}; micro-batches count by "
             "their rows, not by that number. The sum of a mask is known, and a cross-entropy with ignore_index."
+        )
+    elif (operator := unknown_labels(graph, initial)) is not None:
+        say(
+            f"train: the labels of {operator.where} do not follow from the batch row by row, so micro-batches count by "
+            "their rows there, not by the labels that count."
         )
     elif (operator := next(iter(nonlinear_in_means(graph)), None)) is not None:
         say(f"train: the loss is no sum of means: {operator.op} at {operator.where} takes one, {differs}")

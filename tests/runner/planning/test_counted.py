@@ -21,6 +21,7 @@ from runner.planning.counted import (
     nonlinear_in_means,
     shares,
     unknown_division,
+    unknown_labels,
 )
 from strategies.capture.model import Captured, LossFunction, Objective, capture
 from strategies.core.errors import StrategyError
@@ -58,6 +59,9 @@ class Tokens(nn.Module):
         if self.loss == "by a Python number":
             losses, mask = functional.cross_entropy(logits.mT, labels, reduction="none"), (labels != -100).float()
             return (losses * mask).sum() / max(1, int(mask.sum()))
+        if self.loss == "one class for all":
+            kept = logits[labels != -100]
+            return functional.cross_entropy(kept, torch.zeros(len(kept), dtype=torch.long))
         if self.loss == "expanded":
             return logits.square()[(labels != -100)[..., None].expand(-1, -1, CLASSES)].mean()
         if self.loss == "by a length":
@@ -257,6 +261,20 @@ def test_a_divisor_by_element_is_that_of_all_parts_of_rows():
     assert isinstance(divisor, Divisor) and divisor.readable([complete, columns])
     parts = [[entry[:, first : first + 2] for entry in batch] for first in range(0, LENGTH, 2)]
     assert sum(divisor.of(part, ()) for part in parts) == ROWS * LENGTH - 5 == divisor.of(batch, ())
+
+
+def test_classes_that_a_loss_makes_for_what_it_selects_count():
+    count, batch = found(Tokens("one class for all"), None)
+    assert isinstance(count, Counted)
+    assert count.of(batch, everywhere(batch[1].shape)) == ROWS * LENGTH - 5
+
+
+@pytest.mark.parametrize(
+    ("loss", "known"), [("mixed rows", False), ("reversed rows", False), ("masked", True), ("looked up", True)]
+)
+def test_labels_that_do_not_follow_row_by_row_are_found(loss: str, known: bool) -> None:
+    model, _ = captured(Tokens(loss), None)
+    assert (unknown_labels(model.graph, model.tensors) is None) == known
 
 
 @pytest.mark.parametrize("loss", ["two", "mixed rows", "reversed rows"])
