@@ -57,7 +57,7 @@ def coupled(graph: OperatorGraph, unbatched: Collection[str]) -> Operator | None
             continue
         if counting and results:
             return operator
-        if len(factors) > 1 and operator.op in LINEAR | ELEMENTWISE | {"cdist"}:  # an index may be of its own row
+        if len(factors) > 1 and operator.op in LINEAR | ELEMENTWISE | {"cdist"}:  # an index may stay in its row
             return operator
         if len(factors) > 1:
             continue

@@ -632,8 +632,8 @@ def _short(
 def _with_known(
     captured: Captured, known: Mapping[str, Tensor], rows: int
 ) -> tuple[OperatorGraph, Mapping[str, Tensor]]:
-    """A graph of another number of rows, and the `known` tensors with its own. A constant that is another one for so
-    many rows (`torch.tensor(len(x))`) has a name that says the rows."""
+    """A graph of another number of rows, and the `known` tensors with its own. A constant whose value depends on the
+    number of rows (`torch.tensor(len(x))`) has a name that ends in it."""
     renamed = {
         source.name: f"{source.name}.{rows}_rows"
         for source in captured.graph.of_kind("constant")

@@ -46,7 +46,7 @@ LINEAR: dict[Any, Callable[..., Tensor]] = {
     for name in ("add", "sub", "mul")
     for form in ("{}", "{}_", "__{}__", "__i{}__")
 } | {getattr(Tensor, name): torch.div for name in ("div", "div_", "__truediv__", "__itruediv__")}
-"""What may be done to selected elements with a number, and in place with what else rows have or share."""
+"""What may be done to selected elements with a number, and in place with a selected or shared tensor."""
 MOVING = frozenset("clone contiguous detach to type float double half bfloat16 long int bool neg negative".split())
 """Functions that no element makes infinite."""
 ELEMENTS = MOVING | frozenset(
@@ -151,9 +151,9 @@ class Selected:
     viewed: tuple[Tensor, Any] | None = None
     """The result of which this one is a view, and the index of all rows that made it."""
     joined: tuple[Tensor, ...] = ()
-    """The masks that `mask` joins, one behind the other."""
+    """The masks that `mask` concatenates, in order."""
     pieces: tuple[Tensor, ...] = ()
-    """Of what was just joined, what each of these selects of."""
+    """Right after a concatenation, the complete tensor of each part."""
     versions: tuple[int, ...] = ()
     _safe: list[Tensor] = field(default_factory=list)
 
@@ -172,8 +172,8 @@ class Selected:
 
     @property
     def count(self) -> Tensor:
-        """How many rows are selected; of masks with the same rows of a batch row by row, so that micro-batches count
-        theirs."""
+        """How many rows are selected. Concatenated masks of the same rows of a batch are added row by row, so that
+        each micro-batch can count its own."""
         if len({len(mask) for mask in self.joined}) != 1:
             return self.mask.sum()
         return _of_rows(self.joined).sum()
@@ -504,7 +504,7 @@ class Selections:
         return placed
 
     def _expanded(self, name: str, function: Any, args: Any, kwargs: Any, known: Sequence[Selected]) -> Any:
-        """Selected rows with more elements in each."""
+        """Selected rows, expanded or repeated along their other dims."""
         one, rest = known[0], args[1:]
         sizes = rest[0] if len(rest) == 1 and isinstance(rest[0], (list, tuple)) else rest
         rows = (1,) if name == "repeat" else (-1, one.result.shape[0])
@@ -606,8 +606,8 @@ class Selections:
         return self._both(function, args, kwargs, like, dense)
 
     def _behind(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Selections one behind the other, of any masks: what the masks select, likewise joined. Of a tensor that is
-        none, everything is selected."""
+        """A concatenation of selections of any masks: what the concatenated masks select of the concatenated complete
+        tensors. Of a tensor that is no selection, all rows are selected."""
         tensors = args[0]
         known = [self.of(tensor) for tensor in tensors]
         like = next(one for one in known if one is not None)
@@ -768,7 +768,7 @@ def _is_sum_of_powers(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def joins_rows(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call puts the rows of a list of tensors one behind the other."""
+    """Whether a call concatenates tensors along their first dim."""
     joins = JOINING.get(name) == 0 and bool(args) and isinstance(args[0], (tuple, list)) and not kwargs.keys() - {"dim"}
     return joins and (args[1:] or (kwargs.get("dim", 0),)) == (0,)
 

@@ -54,7 +54,8 @@ ARITHMETIC: dict[Any, Any] = {
     round: aten.round.default,
 }
 BOUNDS = {torch.sym_max: "min", torch.sym_min: "max"}
-"""With a number, of which a divisor is known as `clamp(min=1)` is."""
+"""The bound of a clamp where one operand is a Python number, so that `max(1, count)` is as known a divisor as
+`count.clamp(min=1)`."""
 FILLED = {aten.full: 1, aten.full_like: 1, aten.new_full: 2, aten.scalar_tensor: 0}
 """Which argument is the number of which a tensor is made."""
 PRECISION = {int: torch.int64, float: torch.float64, bool: torch.bool}

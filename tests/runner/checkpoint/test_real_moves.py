@@ -73,7 +73,7 @@ def test_a_chain_of_plans_trains_as_one_process_does(start, capfd):
 
 @pytest.mark.slow
 def test_all_stages_go_on_with_the_learning_rate_of_a_run_without_stages(start):
-    """Which itself has begun with the checkpoint of a pipeline, and has no parameter on two stages."""
+    """That run has resumed a pipeline itself; no parameter is on two stages."""
     words = "model.target=networks.Classifier", "train.log_every=1"
     staged = ("world_size=2", "parallel=data_parallel", "parallel.pipeline.stages=2")
     truth = start(*COMMON, *words, *ALONE, "train.steps=6", folder="alone").folder
