@@ -180,6 +180,14 @@ def test_class_weights_of_a_checkpoint_count(train, mode):
     assert [one["loss"] for one in parts] == pytest.approx([one["loss"] for one in at_once], rel=1e-12)
 
 
+@pytest.mark.parametrize(("count", "said"), [(2, True), (1, False)])
+def test_what_takes_the_rows_of_a_micro_batch_together_is_named(train, capfd, count, said):
+    train("data_parallel", "model.args.norm=true", "train.steps=1", f"train.accumulate={count}")
+    line = "norm.batch_norm (batch_norm_training, runner/networks.py:"
+    assert (line in (printed := capfd.readouterr().out)) == said
+    assert ("takes the rows of a micro-batch together" in printed) == said
+
+
 def test_epochs_drop_what_fills_no_batch_and_say_so(train, capfd):
     ended = train(
         "data_parallel",
