@@ -28,9 +28,6 @@ from runner.training.agreement import require_shared
 from runner.training.trainer import TrainingJob, train
 from strategies.core.graph import OperatorGraph
 
-STARTED = ("marks", "offload", "attempt")
-"""What a job knows of how its ranks were started."""
-
 
 def prepare_alone(rank: RankContext, payload: Mapping[str, str]) -> dict[str, Any]:
     """Prepare as a lone rank: writes plan.json, prints the headline, returns the content of `start.Ready`."""
@@ -89,8 +86,14 @@ def train_prepared(rank: RankContext, payload: Mapping[str, Any]) -> dict[str, A
     prepared: Prepared = pickle.loads(payload["prepared"])
     if prepared.config.launch.by_hand:
         require_shared(prepared.config, rank.run_dir)
-    continued, given = None if resume is None else Path(resume), {key: payload[key] for key in STARTED}
-    job = TrainingJob(prepared, Path(payload["folder"]), continued, **given)
+    job = TrainingJob(
+        prepared,
+        Path(payload["folder"]),
+        None if resume is None else Path(resume),
+        marks=payload["marks"],
+        offload=payload["offload"],
+        attempt=payload["attempt"],
+    )
     if prepared.config.parallel.elastic:
         return roles.train(rank, job)
     return train(rank, job)

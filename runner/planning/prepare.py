@@ -364,7 +364,7 @@ def prepare(
         for evaluation in evaluations.values():
             check_decided(evaluation.decided, InitialTensors(evaluation.decided, files), LOADED)
             check_kept(captured.decided, evaluation.graph)
-        values = {**known, **captured.tensors}
+        values = known
         prepared = replace(prepared, evaluations=evaluations)
     if config.job.name == "predict" and evaluating is not None and trials:
         found = _row_names(config, step, evaluating, evaluation_collate, trials, floating)

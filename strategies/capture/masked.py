@@ -320,7 +320,7 @@ class Selections:
         if function in FACTORIES or getattr(function, "__name__", "") in MAKING:
             return self._made(function, args, kwargs)
         if known and joins_rows(getattr(function, "__name__", ""), args, kwargs):
-            return self._behind(function, args, kwargs)
+            return self._concatenated(function, args, kwargs)
         if not known or any(one.mask is not known[0].mask for one in known) or _writes(function, args, kwargs):
             return NOT_KNOWN
         if function in LINEAR and len(args) == 2 and not kwargs and args[0] is known[0].result:
@@ -605,7 +605,7 @@ class Selections:
         dense = function(*(self._dense(one) for one in of), (*like.mask.shape, *sizes[1:]), *rest, **kwargs)
         return self._both(function, args, kwargs, like, dense)
 
-    def _behind(self, function: Any, args: Any, kwargs: Any) -> Any:
+    def _concatenated(self, function: Any, args: Any, kwargs: Any) -> Any:
         """A concatenation of selections of any masks: what the concatenated masks select of the concatenated complete
         tensors. Of a tensor that is no selection, all rows are selected."""
         tensors = args[0]

@@ -20,7 +20,7 @@ from runner.checkpoint import read
 from runner.commands.convert import run as convert
 from runner.errors import ConfigError, RunFailed
 from runner.training.callbacks.early_stopping import EarlyStopping
-from runner.training.callbacks.nan_watch import _BackwardWatch, _Forward
+from runner.training.callbacks.nan_watch import _BackwardWatch, _Forward, first_not_finite
 from runner.training.hooks import CallbackFailed, Hooks, TrainingState
 
 HOOKED = (*SMALL, *MODES["data_parallel"])
@@ -113,6 +113,27 @@ def test_the_place_of_a_result_that_is_not_finite() -> None:
         assert backward.found is None
         x.sqrt().sum().backward()
     assert backward.found is not None and backward.found[1:] == ("backward", "inf")
+
+
+class _Filled(torch.autograd.Function):
+    """Its backward makes a tensor before it writes to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(gradients[0]).fill_(2.0) * gradients[0]
+
+
+def test_memory_without_numbers_is_no_gradient() -> None:
+    x = torch.ones(3, requires_grad=True)
+    torch.use_deterministic_algorithms(True)  # fills new memory with nan
+    try:
+        assert first_not_finite(lambda: _Filled.apply(x.exp()).sum().backward()) is None
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_hooks_of_a_run(start) -> None:
