@@ -179,6 +179,17 @@ class Counted:
         return float((found * self.times[tuple(slice(*span) for span in block[1:])]).sum())
 
 
+@dataclass(frozen=True)
+class AddedRows:
+    """A loss that adds up its rows: that of a batch is the sum of those of its micro-batches."""
+
+    entries: frozenset[int] = frozenset()
+
+    def readable(self, layouts: Sequence[Sequence[tuple[str, ...]]]) -> bool:
+        """Nothing is counted."""
+        return True
+
+
 class InitialTensors(Mapping[str, Tensor]):
     """The values with which training begins: those in files before those with which the model is `made`."""
 

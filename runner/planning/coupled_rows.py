@@ -21,6 +21,9 @@ from strategies.rules.sharding import Sharding
 
 LINEAR = PRODUCTS | {"addmm", "baddbmm", "bmm", "einsum", "linear", "matmul", "mm", "mv"}
 """Linear in one operand."""
+SUMS = frozenset({"add", "sub", "subtract"})
+TERMS = MOVES | SUMS | frozenset({"mean", "neg", "negative", "positive", "sum"})
+"""Operators that leave a sum of terms one, whatever they add up or average that is no row."""
 UNSLICED = frozenset("argsort kthvalue log_softmax median nanmean nanmedian quantile roll softmax sort topk".split())
 """Operators that are not sliced along the dim along which they work."""
 
@@ -75,7 +78,41 @@ def coupled(graph: OperatorGraph, unbatched: Collection[str]) -> Operator | None
 
 def added_up(graph: OperatorGraph, unbatched: Collection[str]) -> Operator | None:
     """An operator that adds up rows, whose result is an unscaled term of the loss."""
-    rows, seen = _rows_of_inputs(graph, unbatched), set[str]()
+    adding, _ = _adding_rows(graph, unbatched)
+    waiting = [ref.id for ref in graph.outputs]
+    while waiting:
+        node = graph.by_id[waiting.pop()]
+        if isinstance(node, Operator) and node.id in adding:
+            return node
+        if isinstance(node, Operator) and node.op in ADDITIVE and not node.results[0].shape:
+            waiting += [ref.id for ref in node.operands]
+    return None
+
+
+def factors_of_sums(graph: OperatorGraph, unbatched: Collection[str]) -> tuple[float, ...] | None:
+    """The numbers by which a loss multiplies and divides its terms, where each term adds up rows: the loss of a batch
+    is the sum of those of its parts if these are the same for any number of rows. None for another loss."""
+    adding, rows = _adding_rows(graph, unbatched)
+    numbers: list[float] = []
+    waiting = [*graph.outputs]
+    while waiting:
+        node = graph.by_id[waiting.pop().id]
+        if node.id in adding:
+            continue
+        if not isinstance(node, Operator) or not rows.keys().isdisjoint(node.operands):
+            return None
+        given = [one for one in (*node.args, *node.keywords.values()) if isinstance(one, int | float)]
+        if node.op in PRODUCTS | DIVISIONS and len(node.operands) == 1:
+            numbers += given
+        elif node.op not in TERMS or (node.op in SUMS and (given or len(node.operands) != len(node.args))):
+            return None
+        waiting += node.operands
+    return tuple(numbers)
+
+
+def _adding_rows(graph: OperatorGraph, unbatched: Collection[str]) -> tuple[set[str], dict[Ref, int]]:
+    """The ids of operators that add up rows, and the dims that hold rows."""
+    rows, adding = _rows_of_inputs(graph, unbatched), set[str]()
     for operator in graph.operators:
         sharding = rule_of(operator, graph)
         factors = _factors(operator, sharding, rows)
@@ -85,15 +122,8 @@ def added_up(graph: OperatorGraph, unbatched: Collection[str]) -> Operator | Non
             rows |= found
             adds = operator.op in SUMMED or _given(operator).get("reduction") == SUM
             if adds and not found and factor in sharding.sums:
-                seen.add(operator.id)
-    waiting = [ref.id for ref in graph.outputs]
-    while waiting:
-        node = graph.by_id[waiting.pop()]
-        if isinstance(node, Operator) and node.id in seen:
-            return node
-        if isinstance(node, Operator) and node.op in ADDITIVE and not node.results[0].shape:
-            waiting += [ref.id for ref in node.operands]
-    return None
+                adding.add(operator.id)
+    return adding, rows
 
 
 def _rows_of_inputs(graph: OperatorGraph, unbatched: Collection[str]) -> dict[Ref, int]:

@@ -40,6 +40,7 @@ from runner.planning import lowering
 from runner.planning.batch_rows import with_batch_rows
 from runner.planning.clusters import DESCRIBING, cluster_of, device_of
 from runner.planning.counted import (
+    AddedRows,
     Counted,
     Divisor,
     InitialTensors,
@@ -51,7 +52,7 @@ from runner.planning.counted import (
     unknown_division,
     unknown_labels,
 )
-from runner.planning.coupled_rows import added_up, coupled
+from runner.planning.coupled_rows import added_up, coupled, factors_of_sums
 from runner.planning.datasets import (
     check_prediction_names,
     datasets,
@@ -181,7 +182,7 @@ class Prepared:
     single_draws: bool = False
     nudged: tuple[str, int] | None = None
     short: Short | None = None
-    counted: Counted | Divisor | None = None
+    counted: Counted | Divisor | AddedRows | None = None
     means: tuple[Counted | Divisor | None, ...] = ()
     together: bool = False
     row_names: frozenset[str] | None = None
@@ -346,8 +347,10 @@ def prepare(
         accept(graph, frozenset(step.model.state_dict()))
         trials = [] if evaluating is None else _trials(config, step, evaluating, evaluation_collate, floating)
         if several:
-            _say_what_is_unknown(graph, initial, unbatched(collate), say)
             prepared = replace(prepared, means=each_counted(graph, initial))
+            if _adds_rows(step, tensors, graph, unbatched(collate)):
+                prepared = replace(prepared, counted=AddedRows())
+            _say_what_is_unknown(prepared, graph, initial, unbatched(collate), say)
         prepared = with_plan(prepared, step, tensors, graph, plan, say)
         plan, stages = prepared.plan, prepared.stages
         assert prepared.graph is not None and plan is not None
@@ -395,7 +398,9 @@ def _tried_alone(
     if captured is None or not several:
         return prepared
     graph, initial = captured.graph, InitialTensors(captured.tensors, stored)
-    _say_what_is_unknown(graph, initial, without_rows, say)
+    added = _adds_rows(step, tensors, graph, without_rows)
+    prepared = replace(prepared, counted=AddedRows() if added else counted(graph, initial))
+    _say_what_is_unknown(prepared, graph, initial, without_rows, say)
     means, precision = each_counted(graph, initial), prepared.config.train.precision
     try:
         if means:
@@ -404,14 +409,33 @@ def _tried_alone(
             check_weighed(own, graph, weighed.inputs[len(weighed.names) :])
             run_once(weighed, entries)
     except StrategyError as error:
-        if not isinstance(counted(graph, initial), Divisor):
+        if not isinstance(prepared.counted, Divisor):
             say(UNWEIGHED.format(error))
         means = ()
-    return replace(prepared, counted=counted(graph, initial), means=means)
+    return replace(prepared, means=means)
+
+
+def _adds_rows(step: Objective, tensors: Sequence[Tensor], graph: OperatorGraph, without_rows: Collection[str]) -> bool:
+    """Whether the loss of a batch is the sum of those of its micro-batches. Where terms have factors, the graph of
+    twice as many rows says whether they follow from the number of rows, as those of a mean do."""
+    factors = factors_of_sums(graph, without_rows)
+    if not factors:
+        return factors is not None
+    pairs = zip(step.names, tensors, strict=True)
+    twice = [one if name in without_rows or not one.dim() else torch.cat([one, one]) for name, one in pairs]
+    try:
+        other = capture(step, twice, training=True).graph
+    except StrategyError:  # a model for one size
+        return False
+    return factors_of_sums(other, without_rows) == factors
 
 
 def _say_what_is_unknown(
-    graph: OperatorGraph, initial: InitialTensors, without_rows: Collection[str], say: Callable[[str], None]
+    prepared: Prepared,
+    graph: OperatorGraph,
+    initial: InitialTensors,
+    without_rows: Collection[str],
+    say: Callable[[str], None],
 ) -> None:
     """Say why the mean of micro-batches is not the loss of one batch, where it is not."""
     differs = "so the loss of several micro-batches may differ from that of one batch."
@@ -429,10 +453,10 @@ def _say_what_is_unknown(
         say(f"train: the loss is no sum of means: {operator.op} at {operator.where} takes one, {differs}")
     elif (operator := coupled(graph, without_rows)) is not None:
         say(f"train: {operator.where} takes the rows of a micro-batch together, {differs}")
-    elif (operator := added_up(graph, without_rows)) is not None:
+    elif not isinstance(prepared.counted, AddedRows) and (operator := added_up(graph, without_rows)) is not None:
         say(
-            f"train: the loss adds up rows, at {operator.where}; that of several micro-batches is their mean, which is "
-            "less than that of one batch. Divide by the number of rows."
+            f"train: a term of the loss adds up rows, at {operator.where}, and others do not; that of several "
+            "micro-batches is their mean, which is less than that of one batch. Divide by the number of rows."
         )
 
 

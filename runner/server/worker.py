@@ -20,7 +20,7 @@ from runner.build.optimizers import optimizer_factory
 from runner.data.loader import Block, LocalBatches
 from runner.data.row_seeds import seed_generators
 from runner.launch.orders import RankContext
-from runner.planning.counted import mean_weights, shares
+from runner.planning.counted import AddedRows, mean_weights, shares
 from runner.planning.datasets import datasets, order_of
 from runner.planning.prepare import WEIGHTS
 from runner.planning.slices import sliced
@@ -231,7 +231,8 @@ class Worker:
         loaded: list[list[Tensor]] = []
         facts: list[list[Tensor]] = []
         count, means = self._config.train.accumulate, self._prepared.means
-        weighing = means or (self._prepared.counted,)
+        alone = self._prepared.counted
+        weighing = means or (None if isinstance(alone, AddedRows) else alone,)
         counts = [[0.0] * count for _ in weighing]
         for micro in range(count):
             recorder.at(DATA)
@@ -256,7 +257,7 @@ class Worker:
         return [
             [*entries, *weights[micro], *(one for own in positions for one in own[micro]), *facts[micro]]
             for micro, entries in enumerate(loaded)
-        ], [1 / count] * count if means else each[0]
+        ], [1.0] * count if isinstance(alone, AddedRows) else [1 / count] * count if means else each[0]
 
     def _pull(self) -> None:
         """Read the dense parameters and the rows that are needed from all servers, at the same time."""

@@ -35,7 +35,7 @@ from runner.launch.orders import RankContext
 from runner.launch.startup import Marks, marked, summary
 from runner.launch.stopping import stopping_of
 from runner.planning import lowering
-from runner.planning.counted import Counted, Divisor, mean_weights, shares
+from runner.planning.counted import AddedRows, Counted, Divisor, mean_weights, shares
 from runner.planning.datasets import datasets, evaluation_data, order_of, training_data
 from runner.planning.prepare import WEIGHTS, Prepared
 from runner.run_folder import lineage
@@ -457,7 +457,9 @@ class Trainer:
             self._read.clear()
         ahead: deque[list[Tensor]] = deque()
         shares, weights, means = None, list[list[Tensor]](), self.prepared.means
-        if means or (self.prepared.counted is not None and rows > self.prepared.rows):
+        if isinstance(self.prepared.counted, AddedRows):
+            shares = [1.0] * -(-rows // self.prepared.rows)
+        elif means or (self.prepared.counted is not None and rows > self.prepared.rows):
             micro_batches = self._loaded(rows)
             with self._aside():
                 if not again:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from runner.planning.coupled_rows import added_up, coupled
+from runner.planning.coupled_rows import added_up, coupled, factors_of_sums
 from strategies.capture import Objective, capture
 
 Loss = Callable[[Any, Tensor, Tensor], Tensor]
@@ -114,6 +114,30 @@ def test_sums_over_rows_are_found(loss: Loss) -> None:
     graph = captured(loss)
     assert coupled(graph, ()) is None
     assert added_up(graph, ()) is not None
+
+
+def bottleneck(net: Any, h: Tensor, y: Tensor) -> Tensor:
+    reconstruction = functional.mse_loss(h, h.sigmoid().detach(), reduction="sum")
+    return reconstruction - 0.5 * torch.sum(1 + h - h.square() - h.exp())
+
+
+@pytest.mark.parametrize(
+    ("loss", "factors"),
+    [
+        (lambda net, h, y: functional.cross_entropy(h, y, reduction="sum"), ()),
+        (lambda net, h, y: h.square().sum(0).mean(), ()),
+        (bottleneck, (0.5,)),
+        (lambda net, h, y: h.square().sum() / len(h), (8,)),
+        (lambda net, h, y: functional.kl_div(h, h.sigmoid().detach(), reduction="batchmean"), (8,)),
+        (lambda net, h, y: h.square().sum() + h.abs().mean(), None),
+        (lambda net, h, y: h.square().sum() + net.layer.weight.square().sum(), None),
+        (lambda net, h, y: h.square().sum() + 1, None),
+        (lambda net, h, y: h.sum().square(), None),
+        (lambda net, h, y: torch.sub(h.sum(), h.exp().sum(), alpha=2), None),
+    ],
+)
+def test_factors_of_a_sum_of_sums_over_rows(loss: Loss, factors: tuple[float, ...] | None) -> None:
+    assert factors_of_sums(captured(loss), ()) == factors
 
 
 def captured(loss: Loss) -> Any:

@@ -121,7 +121,7 @@ def test_accumulation_changes_nothing(train):
 
 
 STAGES = ("parallel.pipeline={stages: 2, micro_batches: 2}", "parallel.strategies=null")
-MIXED, WRITTEN_OUT = "loss.target=networks.MixedLoss", "loss.target=networks.WrittenOutLoss"
+MIXED, WRITTEN_OUT, ADDED = (f"loss.target=networks.{name}Loss" for name in ("Mixed", "WrittenOut", "Added"))
 
 
 @pytest.mark.parametrize(
@@ -129,6 +129,7 @@ MIXED, WRITTEN_OUT = "loss.target=networks.MixedLoss", "loss.target=networks.Wri
     [
         ("semi_auto", (MIXED, "train.accumulate=16")),
         ("semi_auto", ("loss.target=networks.JoinedLoss", "train.accumulate=2")),
+        ("data_parallel", (ADDED, "data.drop_last=false", "data.args.rows=90", "train.steps=6")),
         *(
             pytest.param(mode, options, marks=pytest.mark.slow)
             for mode, options in (
@@ -142,6 +143,9 @@ MIXED, WRITTEN_OUT = "loss.target=networks.MixedLoss", "loss.target=networks.Wri
                 ("stand_alone", (WRITTEN_OUT, "train.accumulate=8")),
                 ("data_parallel", (WRITTEN_OUT, "train.accumulate=8")),
                 ("semi_auto", (WRITTEN_OUT, *STAGES)),
+                ("stand_alone", (ADDED, "train.accumulate=8")),
+                ("semi_auto", (ADDED, *STAGES)),
+                ("data_parallel", (ADDED, "parallel.zero.stage=2", "train.precision=fp32")),
                 ("data_parallel", (MIXED, "parallel.copies=2")),
                 ("data_parallel", (MIXED, "parallel.batch_rows=[5,3]", "world_size=2")),
                 ("data_parallel", (MIXED, "train.compile=true")),
