@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import signal
+import textwrap
 from collections.abc import Iterable
 
 from strategies.core.errors import CodedError
@@ -56,11 +57,17 @@ class Stopped(Exception):
         self.number, self.saved = number, saved
 
 
+LISTED = 400
+"""Characters that a list of options takes at most."""
+
+
 def allowed(value: str, options: Iterable[str]) -> str:
-    """The end of an error paragraph: ` Allowed: a, b. Did you mean 'a'?`; empty without `options`."""
+    """The end of an error paragraph: ` Allowed: a, b. Did you mean 'a'?`; empty without `options`, of which a long list
+    is cut."""
     options = list(options)
     if not options:
         return ""
     prefixes = [o for o in options if len(o) > 2 < len(value) and (value.startswith(o) or o.startswith(value))]
     close = [max(prefixes, key=len)] if prefixes else difflib.get_close_matches(value, options, n=1, cutoff=0.6)
-    return f" Allowed: {', '.join(options)}." + (f" Did you mean {close[0]!r}?" if close else "")
+    shown = textwrap.shorten(f"{', '.join(options)}.", LISTED, placeholder=" ...")
+    return f" Allowed: {shown}" + (f" Did you mean {close[0]!r}?" if close else "")

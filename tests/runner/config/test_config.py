@@ -306,6 +306,8 @@ def test_closest_match():
     assert allowed("train", []) == ""
     assert allowed("trian", ["plan", "train"]) == " Allowed: plan, train. Did you mean 'train'?"
     assert allowed("zzz", ["plan"]) == " Allowed: plan."
+    assert allowed("zzz", [f"MW{number}" for number in range(200)]).endswith(", ...")
+    assert len(allowed("zzz", [f"MW{number}" for number in range(200)])) < 420
 
 
 def test_missing_value_is_named():
