@@ -687,11 +687,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.norm: float | None = None
         self._module, self._updates = module, updates
 
-    def _pass_options(self) -> None:
+    def _pass_options(self, *, back: bool = False) -> None:
         """Schedulers and loops write options into `param_groups`, which have the parameters of the module, as
-        torch.distributed.checkpoint expects; those that update may have other tensors."""
+        torch.distributed.checkpoint expects; those that update may have other tensors. Some optimizers write options in
+        a step (an estimate of the learning rate, a number of steps), which come `back`."""
         for group, inner in zip(self.param_groups, self._updates.optimizer.param_groups, strict=True):
-            inner.update({key: value for key, value in group.items() if key != "params"})
+            source, target = (inner, group) if back else (group, inner)
+            target.update({key: value for key, value in source.items() if key not in ("params", "names")})
 
     @_not_traced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -710,6 +712,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._reduce()
         self._module.show_nothing()
         self.norm = self._updates.update(measure=False)
+        self._pass_options(back=True)
         self._module.begin()
         self._module.note_weights()
         return loss

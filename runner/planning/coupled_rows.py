@@ -2,16 +2,18 @@
 loss of one batch (contrastive losses, batch norm, statistics of the batch, losses that add up rows).
 
 The sharding rules say where rows are: a factor of an operand's dim that results have, too, is that of rows, and one
-that they do not have is added up. Invariant: what is found takes several rows together; where rules leave rows
-unsliced, nothing is known and nothing is found.
+that they do not have is added up. An operator with a rule that leaves rows unsliced works along them. Where rows are
+moved out of sight (a view that splits them, an index), nothing is found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from runner.planning.counted import ADDITIVE, DIVISIONS, ELEMENTWISE, MOVES, PRODUCTS, SUMMED, dependencies
+from strategies.capture.constants import OF_SHAPES
 from strategies.core.graph import Operator, OperatorGraph, Ref
 from strategies.lowering.batch_splits import depends_on_other_rows
 from strategies.rules import rule_of
@@ -24,8 +26,12 @@ LINEAR = PRODUCTS | {"addmm", "baddbmm", "bmm", "einsum", "linear", "matmul", "m
 SUMS = frozenset({"add", "sub", "subtract"})
 TERMS = MOVES | SUMS | frozenset({"mean", "neg", "negative", "positive", "sum"})
 """Operators that leave a sum of terms one, whatever they add up or average that is no row."""
-UNSLICED = frozenset("argsort kthvalue log_softmax median nanmean nanmedian quantile roll softmax sort topk".split())
-"""Operators that are not sliced along the dim along which they work."""
+CONTRACTIONS = (LINEAR - PRODUCTS) | {"dot", "inner", "vdot"}
+JOINS = frozenset({"cat", "concat", "concatenate", "vstack"})
+"""Their result holds rows in the dim along which they join."""
+BATCH_NORM = "batch_norm_training"
+UNMIXED = (MOVES - {"slice"}) | JOINS | {"_grouped_mm", "repeat", "stack", "unbind"}
+"""Operators of torch that may leave rows unsliced and take none together."""
 
 
 def coupled(graph: OperatorGraph, unbatched: Collection[str]) -> Operator | None:
@@ -39,23 +45,22 @@ def coupled(graph: OperatorGraph, unbatched: Collection[str]) -> Operator | None
     rows = _rows_of_inputs(graph, unbatched)
     reduced: set[Ref] = set()  # sums and means over rows, counts too
     used = set[str]().union(*(dependencies(graph, ref) for ref in graph.outputs))
-    for operator in graph.operators:
+    for operator, sharding, factors, kept in _rules_over_rows(graph, rows):
         if operator.id not in used:
             continue
         every = [Ref(operator.id, index) for index in range(len(operator.results))]
         results = [ref for ref in every if graph.specs[ref].floating]
         of_reduced = [ref for ref in operator.operands if ref in reduced]
         counting = [ref for ref in of_reduced if graph.specs[ref].floating or operator.op in DIVISIONS]
-        if not any(ref in rows for ref in operator.operands):
+        if sharding is None:
             if counting and results and not _is_linear(graph, operator, counting):
                 return operator
-            reduced.update(every if of_reduced else ())
+            reduced.update(every if of_reduced and operator.op not in OF_SHAPES else ())
             continue
-        sharding = rule_of(operator, graph)
-        factors = _factors(operator, sharding, rows)
         if None in factors or not sharding.known:
-            scalar = results and not any(one.shape for one in operator.results)
-            if (scalar and not sharding.known) or (operator.op in UNSLICED and _along_rows(graph, operator, rows)):
+            scalar = not any(one.shape for one in operator.results)
+            works_along = operator.target.startswith("aten.") and operator.op not in UNMIXED
+            if results and (works_along if sharding.known else scalar):
                 return operator
             continue
         if counting and results:
@@ -66,64 +71,84 @@ def coupled(graph: OperatorGraph, unbatched: Collection[str]) -> Operator | None
             continue
         (factor,) = factors
         assert factor is not None
-        kept = {Ref(operator.id, at): dims.index(factor) for at, dims in enumerate(sharding.results) if factor in dims}
         if kept and sharding.fits(factor, 2) and depends_on_other_rows(operator, factor, graph, 2):
             return operator
         if not kept and results and factor not in sharding.sums:
             return operator
-        rows |= kept
         reduced.update(ref for ref in every if ref not in kept)
     return None
 
 
-def added_up(graph: OperatorGraph, unbatched: Collection[str]) -> Operator | None:
-    """An operator that adds up rows, whose result is an unscaled term of the loss."""
-    adding, _ = _adding_rows(graph, unbatched)
-    waiting = [ref.id for ref in graph.outputs]
-    while waiting:
-        node = graph.by_id[waiting.pop()]
-        if isinstance(node, Operator) and node.id in adding:
-            return node
-        if isinstance(node, Operator) and node.op in ADDITIVE and not node.results[0].shape:
-            waiting += [ref.id for ref in node.operands]
-    return None
+@dataclass(frozen=True)
+class RowSum:
+    """A term of a loss that adds up rows, and the numbers by which that is multiplied and divided."""
+
+    operator: Operator
+    factors: tuple[float, ...]
 
 
-def factors_of_sums(graph: OperatorGraph, unbatched: Collection[str]) -> tuple[float, ...] | None:
-    """The numbers by which a loss multiplies and divides its terms, where each term adds up rows: the loss of a batch
-    is the sum of those of its parts if these are the same for any number of rows. None for another loss."""
+def row_sums(graph: OperatorGraph, unbatched: Collection[str]) -> tuple[list[RowSum], bool]:
+    """The terms of a loss that add up rows if their factors do not follow from the number of rows, in order, and
+    whether all terms do."""
     adding, rows = _adding_rows(graph, unbatched)
-    numbers: list[float] = []
-    waiting = [*graph.outputs]
+    entries = {one.id for one in graph.of_kind("input")}
+    constant = {one.id for one in graph.sources if one.kind not in ("parameter", "buffer")}
+    found, alone = list[RowSum](), True
+    waiting: list[tuple[Ref, tuple[float, ...]]] = [(ref, ()) for ref in graph.outputs]
     while waiting:
-        node = graph.by_id[waiting.pop().id]
+        ref, factors = waiting.pop()
+        node = graph.by_id[ref.id]
         if node.id in adding:
+            assert isinstance(node, Operator)
+            found.append(RowSum(node, factors))
             continue
         if not isinstance(node, Operator) or not rows.keys().isdisjoint(node.operands):
-            return None
-        given = [one for one in (*node.args, *node.keywords.values()) if isinstance(one, int | float)]
-        if node.op in PRODUCTS | DIVISIONS and len(node.operands) == 1:
-            numbers += given
-        elif node.op not in TERMS or (node.op in SUMS and (given or len(node.operands) != len(node.args))):
-            return None
-        waiting += node.operands
-    return tuple(numbers)
+            alone = False
+            continue
+        numbers = tuple(float(one) for one in node.args if isinstance(one, int | float))
+        scaled = [one for one in node.operands if not entries.isdisjoint(dependencies(graph, one))]
+        if node.op in PRODUCTS | DIVISIONS and len(scaled) == 1 and (node.op in PRODUCTS or node.args[0] == scaled[0]):
+            alone &= all(constant.isdisjoint(dependencies(graph, one)) for one in node.operands if one != scaled[0])
+            waiting.append((scaled[0], factors + numbers))
+        elif node.op in TERMS:
+            alone &= node.op not in SUMS or not numbers
+            factors += tuple(float(one) for one in node.keywords.values() if isinstance(one, int | float))
+            waiting += [(one, factors) for one in node.operands]
+        else:
+            alone = False
+    return found[::-1], alone
 
 
 def _adding_rows(graph: OperatorGraph, unbatched: Collection[str]) -> tuple[set[str], dict[Ref, int]]:
     """The ids of operators that add up rows, and the dims that hold rows."""
     rows, adding = _rows_of_inputs(graph, unbatched), set[str]()
-    for operator in graph.operators:
-        sharding = rule_of(operator, graph)
-        factors = _factors(operator, sharding, rows)
-        if len(factors) == 1 and (factor := next(iter(factors))) is not None and sharding.known:
-            results = enumerate(sharding.results)
-            found = {Ref(operator.id, at): dims.index(factor) for at, dims in results if factor in dims}
-            rows |= found
-            adds = operator.op in SUMMED or _given(operator).get("reduction") == SUM
-            if adds and not found and factor in sharding.sums:
+    for operator, sharding, factors, kept in _rules_over_rows(graph, rows):
+        if sharding is not None and sharding.known and len(factors) == 1 and not kept:
+            adds = operator.op in SUMMED | CONTRACTIONS or _given(operator).get("reduction") == SUM
+            if adds and not factors.isdisjoint(sharding.sums):
                 adding.add(operator.id)
     return adding, rows
+
+
+def _rules_over_rows(
+    graph: OperatorGraph, rows: dict[Ref, int]
+) -> Iterator[tuple[Operator, Sharding | None, set[str | None], dict[Ref, int]]]:
+    """Each operator with its rule, the factors of the dims of operands that hold rows (None: the rule has none there),
+    and the dims of results that hold them, which `rows` gets; no rule where no operand has rows."""
+    for operator in graph.operators:
+        if rows.keys().isdisjoint(operator.operands):
+            yield operator, None, set(), {}
+            continue
+        sharding = rule_of(operator, graph)
+        pairs = zip(operator.operands, sharding.operands, strict=True)
+        factors = {dims[rows[ref]] for ref, dims in pairs if ref in rows}
+        (factor,) = factors if len(factors) == 1 and sharding.known else (None,)
+        results = enumerate(sharding.results) if factor is not None else ()
+        kept = {Ref(operator.id, at): dims.index(factor) for at, dims in results if factor in dims}
+        if operator.op in JOINS and sharding.known:
+            kept = {Ref(operator.id): dim for dim in {rows[ref] for ref in operator.operands if ref in rows}}
+        yield operator, sharding, factors, kept
+        rows |= kept
 
 
 def _rows_of_inputs(graph: OperatorGraph, unbatched: Collection[str]) -> dict[Ref, int]:
@@ -132,23 +157,9 @@ def _rows_of_inputs(graph: OperatorGraph, unbatched: Collection[str]) -> dict[Re
     return {Ref(one.id): 0 for one in inputs if one.spec.shape and one.name not in unbatched}
 
 
-def _factors(operator: Operator, sharding: Sharding, rows: Mapping[Ref, int]) -> set[str | None]:
-    """The factors of the dims of operands that hold rows; None: the rule has none there."""
-    pairs = zip(operator.operands, sharding.operands, strict=True)
-    return {dims[rows[ref]] for ref, dims in pairs if ref in rows}
-
-
 def _given(operator: Operator) -> dict[str, Any]:
     """The arguments by name; nothing of functions without a schema."""
     return dict(arguments(operator)) if operator.target.startswith("aten.") else {}
-
-
-def _along_rows(graph: OperatorGraph, operator: Operator, rows: Mapping[Ref, int]) -> bool:
-    """Whether an operator works along the dim of the rows, or all dims."""
-    given, ref = _given(operator), operator.operands[0]
-    dims, rank = given.get("dim", given.get("dims")), len(graph.specs[ref].shape)
-    every = [dims] if isinstance(dims, int) else dims or range(rank)
-    return any(dim % rank == rows.get(ref) for dim in every)
 
 
 def _is_linear(graph: OperatorGraph, operator: Operator, reduced: Sequence[Ref]) -> bool:

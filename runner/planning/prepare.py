@@ -52,7 +52,7 @@ from runner.planning.counted import (
     unknown_division,
     unknown_labels,
 )
-from runner.planning.coupled_rows import added_up, coupled, factors_of_sums
+from runner.planning.coupled_rows import BATCH_NORM, coupled, row_sums
 from runner.planning.datasets import (
     check_prediction_names,
     datasets,
@@ -62,6 +62,7 @@ from runner.planning.datasets import (
     prediction_data,
 )
 from runner.planning.estimate import Programs, estimate, settings_of, step_price
+from runner.planning.micro_batches import apart
 from runner.planning.neighbours import check_neighbours
 from runner.planning.schedules import synthesised
 from runner.planning.slices import sliced
@@ -69,7 +70,7 @@ from runner.planning.sources import for_target, planned, request_of
 from runner.planning.vocabulary import check_vocabulary
 from strategies.capture import Captured, Objective, capture, check_decided, check_kept, run_once
 from strategies.core.errors import StrategyError, closest
-from strategies.core.graph import OperatorGraph
+from strategies.core.graph import Operator, OperatorGraph
 from strategies.core.layout import Layout
 from strategies.core.plan import OperatorPlan, Plan
 from strategies.core.request import check
@@ -299,6 +300,15 @@ def prepare(
         batch = global_batch(training, collate, last, config.train.seed, 0)
         return cast(flatten_batch(batch, names)[1], DTYPES[config.train.precision])
 
+    def first_two() -> list[list[Tensor]]:
+        """The first two micro-batches, where rows can be read again and are of one shape; else the first."""
+        second = order.rows(0)[rows : 2 * rows]
+        if isinstance(training, Stream) or together or len(second) < rows:
+            return [tensors]
+        batch = flatten_batch(global_batch(training, collate, second, seed, 0), names)[1]
+        other = cast(batch, DTYPES[config.train.precision])
+        return [tensors, other] if [one.shape for one in other] == [*shapes] else [tensors]
+
     prepared = Prepared(
         *(config, world_size, device, names, shapes, targeted, rows),
         graph=None,
@@ -320,7 +330,7 @@ def prepare(
         values = {}
     elif config.parallel.mode == "stand_alone":
         prepared = _tried_alone(
-            prepared, step, tensors, training, several, {**stored, **resumed}, unbatched(collate), say
+            *(prepared, step, tensors, training, several, {**stored, **resumed}, first_two, unbatched(collate), say)
         )
         if prepared.short is not None:
             try:
@@ -338,7 +348,7 @@ def prepare(
         files = {**stored, **resumed}
         initial = InitialTensors(captured.tensors, files)
         check_decided(captured.decided, InitialTensors(captured.decided, files), LOADED)
-        if several or (evaluating is not None and not config.parallel.elastic):
+        if evaluating is not None and not config.parallel.elastic:
             prepared = replace(prepared, counted=counted(graph, initial))
         on_host(graph, config.parallel.place)
         check_described(config, graph)
@@ -347,10 +357,7 @@ def prepare(
         accept(graph, frozenset(step.model.state_dict()))
         trials = [] if evaluating is None else _trials(config, step, evaluating, evaluation_collate, floating)
         if several:
-            prepared = replace(prepared, means=each_counted(graph, initial))
-            if _adds_rows(step, tensors, graph, unbatched(collate)):
-                prepared = replace(prepared, counted=AddedRows())
-            _say_what_is_unknown(prepared, graph, initial, unbatched(collate), say)
+            prepared = _with_counts(prepared, step, captured, initial, first_two(), unbatched(collate), say)
         prepared = with_plan(prepared, step, tensors, graph, plan, say)
         plan, stages = prepared.plan, prepared.stages
         assert prepared.graph is not None and plan is not None
@@ -384,6 +391,7 @@ def _tried_alone(
     training: MapDataset,
     several: bool,
     stored: Mapping[str, StoredTensor],
+    first_two: Callable[[], Sequence[Sequence[Tensor]]],
     without_rows: Collection[str],
     say: Callable[[str], None],
 ) -> Prepared:
@@ -398,10 +406,8 @@ def _tried_alone(
     if captured is None or not several:
         return prepared
     graph, initial = captured.graph, InitialTensors(captured.tensors, stored)
-    added = _adds_rows(step, tensors, graph, without_rows)
-    prepared = replace(prepared, counted=AddedRows() if added else counted(graph, initial))
-    _say_what_is_unknown(prepared, graph, initial, without_rows, say)
-    means, precision = each_counted(graph, initial), prepared.config.train.precision
+    prepared = _with_counts(prepared, step, captured, initial, first_two(), without_rows, say)
+    means, precision = prepared.means, prepared.config.train.precision
     try:
         if means:
             weighed, entries = step.weighed(len(means)), [*tensors, *mean_weights([1.0] * len(means), precision)]
@@ -415,49 +421,70 @@ def _tried_alone(
     return replace(prepared, means=means)
 
 
-def _adds_rows(step: Objective, tensors: Sequence[Tensor], graph: OperatorGraph, without_rows: Collection[str]) -> bool:
-    """Whether the loss of a batch is the sum of those of its micro-batches. Where terms have factors, the graph of
-    twice as many rows says whether they follow from the number of rows, as those of a mean do."""
-    factors = factors_of_sums(graph, without_rows)
-    if not factors:
-        return factors is not None
-    pairs = zip(step.names, tensors, strict=True)
-    twice = [one if name in without_rows or not one.dim() else torch.cat([one, one]) for name, one in pairs]
-    try:
-        other = capture(step, twice, training=True).graph
-    except StrategyError:  # a model for one size
-        return False
-    return factors_of_sums(other, without_rows) == factors
-
-
-def _say_what_is_unknown(
+def _with_counts(
     prepared: Prepared,
-    graph: OperatorGraph,
-    initial: InitialTensors,
+    step: Objective,
+    captured: Captured,
+    initial: Mapping[str, Tensor],
+    parts: Sequence[Sequence[Tensor]],
     without_rows: Collection[str],
     say: Callable[[str], None],
-) -> None:
-    """Say why the mean of micro-batches is not the loss of one batch, where it is not."""
+) -> Prepared:
+    """`prepared` with what its loss counts in the micro-batches of a step, of which these are the first. Says why what
+    a step makes of their losses is not that of one batch, where it is not."""
+    graph = captured.graph
+    divided, unlabelled = unknown_division(graph, initial), unknown_labels(graph, initial)
+    nonlinear, together = next(iter(nonlinear_in_means(graph)), None), coupled(graph, without_rows)
+    sums, alone = _row_sums(step, parts[0], graph, without_rows)
+    added = bool(sums) and alone and divided is None and (together is None or together.op == BATCH_NORM)
+    counts = AddedRows() if added else counted(graph, initial)
+    prepared = replace(prepared, counted=counts, means=each_counted(graph, initial))
     differs = "so the loss of several micro-batches may differ from that of one batch."
-    if (operator := unknown_division(graph, initial)) is not None:
+    if divided is not None:
         say(
-            f"train: the loss divides by a number that the batch decides, at {operator.where}; micro-batches count by "
+            f"train: the loss divides by a number that the batch decides, at {divided.where}; micro-batches count by "
             "their rows, not by that number. The sum of a mask is known, and a cross-entropy with ignore_index."
         )
-    elif (operator := unknown_labels(graph, initial)) is not None:
+    elif unlabelled is not None:
         say(
-            f"train: the labels of {operator.where} do not follow from the batch row by row, so micro-batches count by "
-            "their rows there, not by the labels that count."
+            f"train: the labels of {unlabelled.where} do not follow from the batch row by row, so micro-batches count "
+            "by their rows there, not by the labels that count."
         )
-    elif (operator := next(iter(nonlinear_in_means(graph)), None)) is not None:
-        say(f"train: the loss is no sum of means: {operator.op} at {operator.where} takes one, {differs}")
-    elif (operator := coupled(graph, without_rows)) is not None:
-        say(f"train: {operator.where} takes the rows of a micro-batch together, {differs}")
-    elif not isinstance(prepared.counted, AddedRows) and (operator := added_up(graph, without_rows)) is not None:
+    elif nonlinear is not None:
+        say(f"train: the loss is no sum of means: {nonlinear.op} at {nonlinear.where} takes one, {differs}")
+    elif together is not None:
+        say(f"train: {together.where} takes the rows of a micro-batch together, {differs}")
+    elif sums and not added:
         say(
-            f"train: a term of the loss adds up rows, at {operator.where}, and others do not; that of several "
+            f"train: a term of the loss adds up rows, at {sums[0].where}, and others do not; that of several "
             "micro-batches is their mean, which is less than that of one batch. Divide by the number of rows."
         )
+    elif len(parts) > 1 and (found := apart(step, graph, parts, counts, prepared.means, without_rows)) is not None:
+        say(
+            f"train: the loss of two micro-batches in one is {found[0]:.6g}, and {found[1]:.6g} where each counts for "
+            "itself: something takes their rows together, or divides by a number of them."
+        )
+    return prepared
+
+
+def _row_sums(
+    step: Objective, tensors: Sequence[Tensor], graph: OperatorGraph, without_rows: Collection[str]
+) -> tuple[list[Operator], bool]:
+    """The terms of the loss that add up rows, and whether all do. Where terms have factors, the graph of twice as many
+    rows says whether these follow from the number of rows, as those of a mean do."""
+    sums, alone = row_sums(graph, without_rows)
+    again = sums
+    if any(one.factors for one in sums):
+        pairs = zip(step.names, tensors, strict=True)
+        twice = [one if name in without_rows or not one.dim() else torch.cat([one, one]) for name, one in pairs]
+        try:
+            again, _ = row_sums(capture(step, twice, training=True).graph, without_rows)
+        except StrategyError:  # a model for one size
+            again = []
+    if len(again) != len(sums):
+        return [one.operator for one in sums if not one.factors], False
+    kept = [one.operator for one, other in zip(sums, again, strict=True) if one.factors == other.factors]
+    return kept, alone and len(kept) == len(sums)
 
 
 def _check_unbatched(config: Config, collate: Collate | None, names: Sequence[str]) -> None:

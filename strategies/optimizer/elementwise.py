@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from strategies.optimizer.updates import BY_SHAPE, Groups, OptimizerFactory, che
 
 SMALL, LARGEST, LONGEST = (2, 8), 2**14, 256
 """The shape of a parameter that is always tried, and the most elements and the longest dim of others."""
+BESIDE = ([8], [8]), ([4, 2], [2, 4])
+"""The shapes of two parameters that are tried together, of the elements of a small one."""
 ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -49,7 +52,9 @@ def check_slices(
         shapes = {source.name: source.spec.shape for source in program.parameters}
         check_elementwise(factory, groups, shapes, device, what, flat=stage > 0)
     elif staged:
-        _check_separate(factory, groups, device)
+        what = "a pipeline has an optimizer for each stage"
+        for group in groups:
+            _check_separate(factory, {key: value for key, value in group.items() if key != "names"}, device, what)
 
 
 def flattened(stage: int) -> str:
@@ -76,6 +81,7 @@ def check_elementwise(
         if type(optimizer) in ELEMENTWISE:
             continue
         if not kind and all(is_elementwise(factory, options, device, shape, flat=flat) for shape in tried):
+            _check_separate(factory, options, device, what)
             ones = [torch.ones(SMALL, device=device)]
             check_states(_stepped(factory, options, ones, [ones])[0])
             continue
@@ -93,27 +99,29 @@ def check_elementwise(
         )
 
 
-def _check_separate(factory: OptimizerFactory, groups: Groups, device: torch.device) -> None:
+def _check_separate(factory: OptimizerFactory, options: Mapping[str, Any], device: torch.device, what: str) -> None:
     """Raises StrategyError if the optimizer updates a parameter otherwise beside others of its group than alone."""
-    for group in groups:
-        options = {key: value for key, value in group.items() if key != "names"}
-        kind = type(_made(factory, options, device))
-        if kind in ELEMENTWISE or is_separate(factory, options, device):
-            continue
-        raise StrategyError(
-            "MW323",
-            f"Optimizer {kind.__name__} updates parameters by all of a group (tried out: two come out otherwise than "
-            "each alone, as with Prodigy, which estimates one learning rate), but a pipeline has an optimizer for each "
-            "stage: the updates would differ from training on one device. Use an optimizer such as torch.optim.AdamW, "
-            "or parallel=data_parallel without a pipeline.",
-        )
+    kind = type(_made(factory, options, device))
+    if kind in ELEMENTWISE or is_separate(factory, options, device):
+        return
+    raise StrategyError(
+        "MW323",
+        f"Optimizer {kind.__name__} updates parameters by all of a group (tried out: two come out otherwise than each "
+        f"alone, as with Prodigy, which estimates one learning rate), but {what}: the updates would differ from "
+        "training on one device. Use an optimizer such as torch.optim.AdamW, or parallel=data_parallel with "
+        "parallel.zero.stage=0 and without a pipeline.",
+    )
 
 
 def is_separate(factory: OptimizerFactory, options: Mapping[str, Any], device: torch.device) -> bool:
-    """Whether a parameter is updated beside another one of its group as it is alone."""
+    """Whether a parameter is updated beside another one of its group as it is alone: a vector, and a matrix beside one
+    by which it could be multiplied (pairs of low rank)."""
 
-    def same(complete: Tensor, by_step: Sequence[Tensor]) -> bool:
-        values, gradients = _rows(complete), [_rows(gradient) for gradient in by_step]
+    def same(shapes: Sequence[Sequence[int]], complete: Tensor, by_step: Sequence[Tensor]) -> bool:
+        def cut(tensor: Tensor) -> list[Tensor]:
+            return [part.contiguous().view(*shape) for part, shape in zip(tensor, shapes, strict=True)]
+
+        values, gradients = cut(complete), [cut(gradient) for gradient in by_step]
         together = _updated(factory, options, values, gradients)
         alone = [
             _updated(factory, options, [value], [[step[number]] for step in gradients])[0]
@@ -121,7 +129,7 @@ def is_separate(factory: OptimizerFactory, options: Mapping[str, Any], device: t
         ]
         return all(map(_agree, alone, together, values))
 
-    return _always(same, SMALL, device)
+    return all(_always(partial(same, shapes), SMALL, device) for shapes in BESIDE)
 
 
 def _always(same: Callable[[Tensor, Sequence[Tensor]], bool], shape: Sequence[int], device: torch.device) -> bool:
@@ -134,10 +142,6 @@ def _always(same: Callable[[Tensor, Sequence[Tensor]], bool], shape: Sequence[in
         return tried(torch.float64)  # single precision hides steps that begin small (Prodigy)
     except Exception:  # whatever an optimizer raises that takes single precision alone; any other raises it again
         return tried(torch.float32)
-
-
-def _rows(tensor: Tensor) -> list[Tensor]:
-    return [row.contiguous() for row in tensor.chunk(len(tensor))]
 
 
 def _tried(shapes: Iterable[Sequence[int]]) -> list[tuple[int, ...]]:

@@ -340,6 +340,39 @@ def with_tools_of_torch(rank: Any, stage: int) -> tuple[float, list[str], int, b
     return worst, sorted(states), shared, same and {group["lr"] for group in fresh["param_groups"]} == {0.1}
 
 
+class Growing(torch.optim.SGD):
+    """Multiplies its learning rate by a number that it keeps beside it, in every step."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group["growth"] = None
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["growth"] = 1.25 * (group["growth"] or 1)
+            group["lr"] *= group["growth"]
+        return super().step(closure)
+
+
+def with_options_of_a_step(rank: Any, stage: int) -> tuple[float, list[dict[str, float]]]:
+    """The largest relative difference of a loss from eager training with an optimizer that writes its options, and
+    these at the end, of both."""
+    module, batch = _regression()
+    eager = copy.deepcopy(module)
+    plan = meshwright.plan(module, batch, loss=nn.MSELoss(), mode="data_parallel", mesh=2, zero=stage, plan_cache=None)
+    sharded, worst = plan.apply(module), 0.0
+    pairs = (sharded, plan.optimizer(Growing, lr=0.05)), (eager, Growing(eager.parameters(), lr=0.05))
+    for _ in range(4):
+        loss, expected = sharded(*batch), nn.MSELoss()(eager(batch[0]), batch[1])
+        worst = max(worst, _relative(loss.detach(), expected.detach()))
+        for value, (_, optimizer) in zip((loss, expected), pairs, strict=True):
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return worst, [{name: one.param_groups[0][name] for name in ("lr", "growth")} for _, one in pairs]
+
+
 def short_batches(rank: Any, _: None) -> str:
     """The code of the error for a batch with the rows of a slice after a global one; slices first are taken."""
     module, batch = _regression()

@@ -96,6 +96,14 @@ def test_tools_of_torch_take_module_and_optimizer(on_ranks: Callable[..., Any], 
     assert shared == 0 and found
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_options_that_a_step_writes_are_kept(on_ranks: Callable[..., Any], stage: int) -> None:
+    worst, (found, expected) = on_ranks("with_options_of_a_step", stage, 2)
+    assert worst < (1e-12 if stage == 0 else 1e-5)
+    assert found == expected
+
+
 @pytest.mark.parametrize(
     ("stage", "engine"),
     [(0, "native"), (3, "native"), *(pytest.param(one, "deepspeed", marks=pytest.mark.slow) for one in (1, 3))],

@@ -210,6 +210,13 @@ class AddedLoss(WrittenOutLoss):
         return losses - 0.5 * (1 + input - input.square()).sum()
 
 
+class NeighbourLoss(nn.Module):
+    """Compares each row with one that its target names."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return functional.mse_loss(input, input[target])
+
+
 class JoinedLoss(WrittenOutLoss):
     """Means over selections of two masks, one behind the other."""
 

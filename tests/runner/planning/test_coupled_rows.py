@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from runner.planning.coupled_rows import added_up, coupled, factors_of_sums
+from runner.planning.coupled_rows import coupled, row_sums
 from strategies.capture import Objective, capture
 
 Loss = Callable[[Any, Tensor, Tensor], Tensor]
@@ -60,6 +60,17 @@ COUPLED: dict[str, tuple[Loss, str]] = {
     "pairs": (lambda net, h, y: (h[:, None] - h[None]).abs().mean(), "sub"),
     "running sums": (lambda net, h, y: h.cumsum(0).mean(), "cumsum"),
     "of all rows": (lambda net, h, y: h.softmax(0).square().mean(), "softmax"),
+    "contrastive of two views": (
+        lambda net, h, y: contrastive(net, torch.cat([h, h.sigmoid()]), y),
+        "matmul",
+    ),
+    "two views": (lambda net, h, y: (h.chunk(2)[0] * h.chunk(2)[1]).mean(), "chunk"),
+    "differences": (lambda net, h, y: (h[1:] - h[:-1]).square().mean(), "slice"),
+    "an angle": (
+        lambda net, h, y: functional.cosine_similarity(h.flatten(), h.exp().flatten(), dim=0),
+        "cosine_similarity",
+    ),
+    "singular values": (lambda net, h, y: torch.linalg.matrix_norm(h, "nuc"), "linalg_matrix_norm"),
     "neighbours": (lambda net, h, y: (h * h.roll(1, 0)).mean(), "roll"),
 }
 
@@ -78,6 +89,8 @@ def of_each_row(net: Any, h: Tensor, y: Tensor) -> Tensor:
         + last.exp().mean()
         + functional.cross_entropy(h.roll(1, -1).cumsum(-1), y)
         + h.abs().mean(0).sum()
+        + torch.cat([h, h.exp()]).softmax(-1).square().mean()
+        + torch.stack([functional.cross_entropy(row, label) for row, label in zip(h, y, strict=True)]).mean()
     )
 
 
@@ -89,11 +102,16 @@ def test_what_takes_rows_together_is_found(name: str) -> None:
     assert found.op == op
 
 
-@pytest.mark.parametrize("loss", [masked, of_each_row])
+def penalty(net: Any, h: Tensor, y: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(h.square().sum(), h, create_graph=True)
+    return (gradient.norm(dim=1) - 1).square().mean()
+
+
+@pytest.mark.parametrize("loss", [masked, of_each_row, penalty])
 def test_means_over_rows_are_no_coupling(loss: Loss) -> None:
     graph = captured(loss)
     assert coupled(graph, ()) is None
-    assert added_up(graph, ()) is None
+    assert row_sums(graph, ()) == ([], False)
 
 
 def test_entries_without_rows_are_left_out() -> None:
@@ -102,42 +120,33 @@ def test_entries_without_rows_are_left_out() -> None:
     assert coupled(graph, ("y",)) is None
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda net, h, y: functional.cross_entropy(h, y, reduction="sum"),
-        lambda net, h, y: h.square().sum() - h.abs().mean(),
-        lambda net, h, y: functional.mse_loss(h, h.sigmoid().detach(), reduction="sum") + 0.5 * h.exp().sum(),
-    ],
-)
-def test_sums_over_rows_are_found(loss: Loss) -> None:
-    graph = captured(loss)
-    assert coupled(graph, ()) is None
-    assert added_up(graph, ()) is not None
-
-
 def bottleneck(net: Any, h: Tensor, y: Tensor) -> Tensor:
     reconstruction = functional.mse_loss(h, h.sigmoid().detach(), reduction="sum")
     return reconstruction - 0.5 * torch.sum(1 + h - h.square() - h.exp())
 
 
 @pytest.mark.parametrize(
-    ("loss", "factors"),
+    ("loss", "factors", "alone"),
     [
-        (lambda net, h, y: functional.cross_entropy(h, y, reduction="sum"), ()),
-        (lambda net, h, y: h.square().sum(0).mean(), ()),
-        (bottleneck, (0.5,)),
-        (lambda net, h, y: h.square().sum() / len(h), (8,)),
-        (lambda net, h, y: functional.kl_div(h, h.sigmoid().detach(), reduction="batchmean"), (8,)),
-        (lambda net, h, y: h.square().sum() + h.abs().mean(), None),
-        (lambda net, h, y: h.square().sum() + net.layer.weight.square().sum(), None),
-        (lambda net, h, y: h.square().sum() + 1, None),
-        (lambda net, h, y: h.sum().square(), None),
-        (lambda net, h, y: torch.sub(h.sum(), h.exp().sum(), alpha=2), None),
+        (lambda net, h, y: functional.cross_entropy(h, y, reduction="sum"), [()], True),
+        (lambda net, h, y: h.square().sum(0).mean(), [()], True),
+        (lambda net, h, y: h.flatten().dot(y.repeat_interleave(4).float()), [()], True),
+        (lambda net, h, y: h.square().sum() * net.layer.bias[0].exp(), [()], True),
+        (bottleneck, [(), (0.5,)], True),
+        (lambda net, h, y: torch.sub(h.sum(), h.exp().sum(), alpha=2), [(2,), (2,)], True),
+        (lambda net, h, y: h.square().sum() / len(h), [(8,)], True),
+        (lambda net, h, y: functional.kl_div(h, h.sigmoid().detach(), reduction="batchmean"), [(8,)], True),
+        (lambda net, h, y: h.square().sum() * torch.tensor(1 / len(h)), [()], False),
+        (lambda net, h, y: h.abs().mean() - 3 * h.square().sum(), [(3,)], False),
+        (lambda net, h, y: h.square().sum() + net.layer.weight.square().sum(), [()], False),
+        (lambda net, h, y: h.square().sum() + 1, [()], False),
+        (lambda net, h, y: h.sum().square(), [], False),
     ],
 )
-def test_factors_of_a_sum_of_sums_over_rows(loss: Loss, factors: tuple[float, ...] | None) -> None:
-    assert factors_of_sums(captured(loss), ()) == factors
+def test_sums_over_rows_are_found_with_their_factors(loss: Loss, factors: list[tuple[float, ...]], alone: bool) -> None:
+    found, only = row_sums(captured(loss), ())
+    assert [one.factors for one in found] == factors
+    assert only == alone
 
 
 def captured(loss: Loss) -> Any:

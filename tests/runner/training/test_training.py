@@ -192,6 +192,12 @@ def test_what_takes_the_rows_of_a_micro_batch_together_is_named(train, capfd, co
     assert ("takes the rows of a micro-batch together" in printed) == said
 
 
+@pytest.mark.parametrize("mode", ["stand_alone", pytest.param("data_parallel", marks=pytest.mark.slow)])
+def test_a_loss_that_micro_batches_change_is_named(train, capfd, mode):
+    train(mode, "loss.target=networks.NeighbourLoss", "train.steps=1", "train.accumulate=2")
+    assert "the loss of two micro-batches in one is " in capfd.readouterr().out
+
+
 def test_epochs_drop_what_fills_no_batch_and_say_so(train, capfd):
     ended = train(
         "data_parallel",

@@ -177,6 +177,25 @@ def test_those_of_torch_update_some_parameters_as_all(kind):
     assert is_separate(kind, {}, CPU)
 
 
+class Paired(torch.optim.SGD):
+    """Two matrices that can be multiplied share the norm of their gradients."""
+
+    def step(self, closure=None):
+        parameters = self.param_groups[0]["params"]
+        for one, other in zip(parameters[::2], parameters[1::2], strict=False):
+            if one.dim() == 2 and one.shape[-1] == other.shape[0]:
+                norm = one.grad.norm() + other.grad.norm()
+                one.grad /= norm
+                other.grad /= norm
+        super().step(closure)
+
+
+@pytest.mark.parametrize(("stage", "staged"), [(0, True), (1, False)])
+def test_pairs_of_matrices_are_no_separate_parameters(stage, staged):
+    with pytest.raises(StrategyError, match="all of a group"):
+        check_slices(Paired, GROUPS, COMPLETE, stage=stage, device=CPU, staged=staged)
+
+
 def test_zero_flattens_parameters_on_one_rank_too():
     with pytest.raises(StrategyError, match="flattens"):
         check_slices(ByNorm, GROUPS, COMPLETE, stage=1, device=CPU, staged=True)
