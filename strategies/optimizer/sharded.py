@@ -10,7 +10,7 @@ flows into each parameter so that the sum over its replicas, divided by the numb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -420,15 +420,16 @@ class ShardedUpdates(OwnUpdates):
         blocks = layout.blocks(shape, mesh, self._communicator.rank)
         return of_range(shape, blocks, layout.local_shape(shape, mesh), one.first, one.of(flat))
 
+    def _names(self, updated: _Updated) -> list[str]:
+        """The parameters that are updated with one another, on any rank."""
+        return [member.name for member in self._buckets[updated.number].members if member.unit == updated.unit]
+
     def plain(self) -> OptimizerScalars:
         plain = OptimizerScalars(groups_of(self._optimizer, self._members))
-        known: dict[tuple[int, Unit], dict[str, Any]] = {}
         for one in self._updated:
             state = self._optimizer.state.get(one.holder, {})
-            known[one.number, one.unit] = {key: value for key, value in state.items() if is_scalar(value, one.holder)}
-        for number, bucket in enumerate(self._buckets):
-            for member in bucket.trained:
-                plain.scalars[member.name] = _scalars_of(number, member.unit, known)
+            scalars = {key: value for key, value in state.items() if is_scalar(value, one.holder)}
+            plain.scalars |= dict.fromkeys(self._names(one), scalars)
         if self._scale is not None:
             plain.loss_scale = asdict(self._scale)
         return plain
@@ -439,8 +440,7 @@ class ShardedUpdates(OwnUpdates):
             self._scale = LossScale(**plain.loss_scale | {"adapts": True})
         groups = groups_by_parameter(self._optimizer)
         for one in self._updated:
-            holder, members = one.holder, self._buckets[one.number].members
-            names = [members[part.member].name for part in one.ranges] or [one.unit[1]]
+            holder, names = one.holder, self._names(one)
             known = next((plain.scalars[name] for name in names if plain.scalars.get(name)), {})
             found = {key: placed(key, value, holder, groups[holder]) for key, value in known.items()}
             for key, entries in states.items():
@@ -484,14 +484,3 @@ class ShardedUpdates(OwnUpdates):
         for hook in self._hooks:
             hook.remove()
         self.forget()
-
-
-def _scalars_of(number: int, unit: Unit, known: Mapping[tuple[int, Unit], dict[str, Any]]) -> dict[str, Any]:
-    """The scalars of a unit in a bucket. A rank that has no part of a group takes those of the group in other buckets:
-    all groups of a bucket have done the same steps, none where nothing ever came back. Optional parameters are by
-    themselves, on every rank."""
-    if (number, unit) in known:
-        return known[number, unit]
-    of_bucket = [scalars for (other, (_, name)), scalars in known.items() if other == number and not name]
-    of_group = [scalars for (_, other), scalars in known.items() if other == unit and scalars]
-    return {} if of_bucket and not of_bucket[0] else next(iter([*of_group, *of_bucket]), {})

@@ -83,9 +83,9 @@ class ShardedBucket:
 
     def of_units(self, index: int) -> dict[Unit, list[Range]]:
         """The ranges of everything that is updated together; their positions follow each other. A rank counts the steps
-        of an optional parameter even if it has no part of it."""
+        of what it has no part of, too: numbers that an optimizer keeps for a group follow from its options."""
         found = groupby(self.ranges(index), key=lambda one: self.members[one.member].unit)
-        nothing: dict[Unit, list[Range]] = {member.unit: [] for member in self.trained if member.optional}
+        nothing: dict[Unit, list[Range]] = {member.unit: [] for member in self.trained}
         return nothing | {unit: list(ranges) for unit, ranges in found}
 
 

@@ -252,6 +252,21 @@ def test_options_that_a_step_adds_to_its_groups_go_on(start, stage):
     assert rest.losses == every.losses[3:] and len(rest.losses) == 3
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(1, 1), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((3, 3), (3, 0), (0, 3)))],
+)
+def test_numbers_that_follow_from_the_options_of_a_group_go_on(start, before, after):
+    """Of groups of which a rank has no part."""
+    groups = "[{match: ['*.bias'], args: {betas: [0.5, 0.9]}}]"
+    words = (*SMALL, *MODES["data_parallel"], "checkpoint.every=3", f"optimizer.groups={groups}")
+    words += ("train.precision=fp64", "optimizer.target=torch.optim.NAdam")
+    first, then = (f"parallel.zero.stage={stage}" for stage in (before, after))
+    every = start(*words, first, folder="all")
+    rest = start(*words, then, f"train.resume={every.folder}/checkpoints/step-00000003", folder="rest")
+    assert rest.losses == pytest.approx(every.losses[3:], rel=1e-14) and len(rest.losses) == 3
+
+
 @pytest.mark.parametrize("kind", ["beside", "named"])
 def test_an_optimizer_that_keeps_more_than_states_and_groups_does_not_go_on(start, kind):
     words = (*SMALL, *MODES["data_parallel"], "checkpoint.every=3", "train.steps=3")
