@@ -117,7 +117,7 @@ def shards(content: Content, copies: int = 1, known: Stored | None = None) -> di
         return known[what]
 
     def takes(key: str, one: Shard) -> bool:
-        if not all(start < stop for start, stop in one.block):
+        if 0 not in one.shape and not all(start < stop for start, stop in one.block):
             return False
         name = name_of(key)
         replicas = layouts[name].replica_axes(mesh)

@@ -74,11 +74,12 @@ class ShardedBucket:
         return tuple(member for member in self.members if member.group != FROZEN)
 
     def ranges(self, index: int) -> Iterator[Range]:
-        """The ranges of members in the part of the `index`-th replica."""
+        """The ranges of members in the part of the `index`-th replica; one replica has those of no elements."""
         start, stop = index * self.part, (index + 1) * self.part
         for number, member in enumerate(self.members):
             first, last = max(member.first, start), min(member.first + member.elements, stop)
-            if first < last:
+            here = start <= member.first and (member.first < stop or index == self.ranks - 1)
+            if first < last or (here and not member.elements):
                 yield Range(number, first - member.first, first - start, last - first)
 
     def of_units(self, index: int) -> dict[Unit, list[Range]]:

@@ -84,6 +84,8 @@ def of_slice(shape: Sequence[int], blocks: Blocks, local: Tensor) -> list[Shard]
 def of_range(shape: Sequence[int], blocks: Blocks, local_shape: Sequence[int], first: int, flat: Tensor) -> list[Shard]:
     """The elements from `first` on of a slice, which has `local_shape` with padding and is counted row by row: `flat`,
     in a 1-D tensor."""
+    if 0 in shape:
+        return [Shard(tuple(shape), full(shape), flat.detach().view(tuple(shape)), shared=False)]
     found, places = [], [place for _, place in blocks]
     for box, at in boxes(local_shape, first, first + flat.numel()):
         lengths = [stop - start for start, stop in box]

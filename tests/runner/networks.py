@@ -326,6 +326,18 @@ class Scaled(nn.Module):
         return self.net(x * self.scale)
 
 
+class Vacant(Classifier):
+    """Has a parameter and a buffer of no elements."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.prompt = nn.Parameter(torch.zeros(0, 4))
+        self.register_buffer("nothing", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.prompt.sum()
+
+
 class Renormed(Classifier):
     """A classifier with an operator that has no sharding rule."""
 

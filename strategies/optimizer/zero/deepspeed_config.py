@@ -169,6 +169,13 @@ def check_parameters(
             f"ZeRO stage {stage} cannot train in fp64: DeepSpeed keeps the weights that it updates in fp32, so the "
             "extra digits would be lost. Use parallel.zero.stage=0, or train.precision=fp32.",
         )
+    empty = next((name for name, parameter in found.items() if not parameter.numel()), None)
+    if empty is not None:
+        raise StrategyError(
+            "MW451",
+            f"DeepSpeed's ZeRO stage {stage} cannot hold {empty}, which has no elements. Use "
+            "parallel.zero.engine=native, which offloads nothing (drop parallel.offload), or parallel.zero.stage=0.",
+        )
     dtypes = {str(found[name].dtype).removeprefix("torch."): name for name in sorted(trainable)}
     if len(dtypes) > 1:
         shown = " and ".join(f"{name} is {dtype}" for dtype, name in sorted(dtypes.items()))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from observed import content, ranks_of_this_process
+from safetensors.torch import load_file
 from small import HYBRID, MODES, SMALL
 
 from runner.errors import ConfigError, RunFailed
@@ -265,6 +266,21 @@ def test_numbers_that_follow_from_the_options_of_a_group_go_on(start, before, af
     every = start(*words, first, folder="all")
     rest = start(*words, then, f"train.resume={every.folder}/checkpoints/step-00000003", folder="rest")
     assert rest.losses == pytest.approx(every.losses[3:], rel=1e-14) and len(rest.losses) == 3
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(0, 0), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((1, 0), (3, 3), (0, 3)))],
+)
+def test_parameters_without_elements_go_on(start, before, after):
+    words = (*SMALL, *MODES["data_parallel"], "checkpoint={every: 3, form: both}", "optimizer.target=torch.optim.AdamW")
+    words += ("model.target=networks.Vacant",)
+    first, then = (f"parallel.zero={{stage: {one}, engine: {'native' if one else 'auto'}}}" for one in (before, after))
+    every = start(*words, first, folder="all")
+    rest = start(*words, then, f"train.resume={every.folder}/checkpoints/step-00000003", folder="rest")
+    assert rest.losses == pytest.approx(every.losses[3:], rel=1e-6) and len(rest.losses) == 3
+    stored = load_file(every.folder / "checkpoints/step-00000003/model.safetensors")
+    assert stored["prompt"].shape == (0, 4) and stored["nothing"].shape == (0,)
 
 
 @pytest.mark.parametrize("kind", ["beside", "named"])
