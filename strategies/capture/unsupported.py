@@ -7,12 +7,14 @@ other numbers. Sparse gradients end in torch errors that do not name the cause.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as every_module
@@ -49,6 +51,18 @@ SEEDING: tuple[tuple[Any, str], ...] = tuple(
     )
     for name in names
 )
+COLLECTIVES = (
+    "all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single barrier broadcast "
+    "broadcast_object_list gather irecv isend recv reduce reduce_scatter reduce_scatter_tensor scatter send"
+).split()
+WITH_COLLECTIVES = "torch.distributed", "torch.distributed.nn", "torch.distributed.nn.functional"
+AS_ONE_DEVICE = (
+    "but the program of the ranks has its own collectives, and a forward computes with the batch of all ranks as one "
+    "device does. Leave it out, as where torch.distributed.is_initialized() is false (sync_codebook=False)."
+)
+ALONE: dict[str, Any] = {"is_initialized": False, "get_world_size": 1, "get_rank": 0}
+"""What torch.distributed says to a forward that is captured."""
+DISTRIBUTED = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
 _ENTER = saved_tensors_hooks.__enter__
 FLOATING = re.compile("float|complex")
 ONE_DTYPE = frozenset(
@@ -109,6 +123,12 @@ def refusing_unseen(training: bool) -> Iterator[None]:
             stack.enter_context(replaced(saved_tensors_hooks, "__enter__", _entered))
         for owner, name in SEEDING:
             stack.enter_context(replaced(owner, name, _seeding(getattr(owner, name), name)))
+        if dist.is_available():
+            for module in filter(None, map(sys.modules.get, WITH_COLLECTIVES)):
+                for name in filter(partial(hasattr, module), COLLECTIVES):
+                    stack.enter_context(_refused(module, name, f"calls {module.__name__}.{name}", AS_ONE_DEVICE))
+            for name, answer in ALONE.items():
+                stack.enter_context(replaced(dist, name, _answering(getattr(dist, name), answer)))
         yield
 
 
@@ -154,9 +174,21 @@ def _seeding(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call
 
 
+def _answering(function: Callable[..., Any], answer: Any) -> Callable[..., Any]:
+    """`function`, which answers the user's code otherwise."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return answer if asked_by_user() else function(*args, **kwargs)
+
+    return call
+
+
 def check_nodes(graph: fx.Graph, training: bool) -> None:
-    """Raises StrategyError for sparse tensors, and in training for lookups whose gradients are sparse."""
+    """Raises StrategyError for collectives, sparse tensors, and in training for lookups whose gradients are sparse."""
     for node in graph.nodes:
+        if getattr(node.target, "namespace", "") in DISTRIBUTED:
+            raise StrategyError("MW906", f"The model's forward calls {op_of(node)}{at(node)}, {AS_ONE_DEVICE}")
         if op_of(node).startswith("as_strided"):
             raise StrategyError(
                 "MW906",

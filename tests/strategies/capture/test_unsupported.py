@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import grad
 from torch.nn import functional as F
@@ -138,6 +139,10 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
     "seed": (
         lambda net, x: (torch.manual_seed(3), net.inner(x) * torch.rand(4))[1],
         r"sets the state of torch's random numbers \(manual_seed\) at capture/test_unsupported.py:\d+",
+    ),
+    "a collective": (
+        lambda net, x: (dist.all_reduce(x), net.inner(x))[1],
+        r"calls torch.distributed.all_reduce at capture/test_unsupported.py:\d+, but the program of the ranks has",
     ),
     "numbers drawn apart": (forked, r"sets the state of torch's random numbers \(fork_rng\) at .*unsupported.py:\d+"),
 }
