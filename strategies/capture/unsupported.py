@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, NoReturn
 
 import torch
@@ -51,11 +51,19 @@ SEEDING: tuple[tuple[Any, str], ...] = tuple(
     )
     for name in names
 )
-COLLECTIVES = (
-    "all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single barrier broadcast "
-    "broadcast_object_list gather irecv isend recv reduce reduce_scatter reduce_scatter_tensor scatter send"
+UNTRACED = (
+    "all_gather_object all_to_all barrier broadcast broadcast_object_list gather irecv isend recv reduce "
+    "reduce_scatter scatter send"
 ).split()
-WITH_COLLECTIVES = "torch.distributed", "torch.distributed.nn", "torch.distributed.nn.functional"
+"""Collectives of torch.distributed of which export makes no operators."""
+DIFFERENTIABLE = (
+    "all_gather all_reduce all_to_all all_to_all_single broadcast gather reduce reduce_scatter scatter".split()
+)
+COLLECTIVES = {
+    "torch.distributed": UNTRACED,
+    "torch.distributed.nn": DIFFERENTIABLE,
+    "torch.distributed.nn.functional": DIFFERENTIABLE,
+}
 AS_ONE_DEVICE = (
     "but the program of the ranks has its own collectives, and a forward computes with the batch of all ranks as one "
     "device does. Leave it out, as where torch.distributed.is_initialized() is false (sync_codebook=False)."
@@ -124,9 +132,9 @@ def refusing_unseen(training: bool) -> Iterator[None]:
         for owner, name in SEEDING:
             stack.enter_context(replaced(owner, name, _seeding(getattr(owner, name), name)))
         if dist.is_available():
-            for module in filter(None, map(sys.modules.get, WITH_COLLECTIVES)):
-                for name in filter(partial(hasattr, module), COLLECTIVES):
-                    stack.enter_context(_refused(module, name, f"calls {module.__name__}.{name}", AS_ONE_DEVICE))
+            for module, names in COLLECTIVES.items():
+                for name in names if module in sys.modules else ():
+                    stack.enter_context(_refused(sys.modules[module], name, f"calls {module}.{name}", AS_ONE_DEVICE))
             for name, answer in ALONE.items():
                 stack.enter_context(replaced(dist, name, _answering(getattr(dist, name), answer)))
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -141,8 +141,8 @@ REFUSED: dict[str, tuple[Callable[[Net, Tensor], Tensor], str]] = {
         r"sets the state of torch's random numbers \(manual_seed\) at capture/test_unsupported.py:\d+",
     ),
     "a collective": (
-        lambda net, x: (dist.all_reduce(x), net.inner(x))[1],
-        r"calls torch.distributed.all_reduce at capture/test_unsupported.py:\d+, but the program of the ranks has",
+        lambda net, x: (dist.broadcast(x, 0), net.inner(x))[1],
+        r"calls torch.distributed.broadcast at capture/test_unsupported.py:\d+, but the program of the ranks has",
     ),
     "numbers drawn apart": (forked, r"sets the state of torch's random numbers \(fork_rng\) at .*unsupported.py:\d+"),
 }
@@ -155,6 +155,26 @@ def test_refused(name: str) -> None:
     with pytest.raises(StrategyError, match=message):
         captured(Net(body))
     assert (Tensor.register_hook, torch.autograd._engine_run_backward) == before
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_forward_in_a_process_group_is_that_of_one_device() -> None:
+    def synchronised(net: Net, x: Tensor, reduce: Callable[..., Any] = dist.all_reduce) -> Tensor:
+        reduce(mean := net.inner(x).detach().mean(0).clone())
+        return net.inner(x) - mean
+
+    with pytest.raises(StrategyError, match=r"calls _c10d_functional::all_reduce at capture/test_unsupported.py:\d+"):
+        captured(Net(synchronised))
+    alone = captured(Net(lambda net, x: synchronised(net, x) if dist.is_initialized() else net.inner(x)))
+    assert [operator.op for operator in alone.graph.operators] == ["linear", "square", "mean"]
+    assert dist.is_initialized()
 
 
 def test_packing_of_torch_changes_nothing() -> None:
