@@ -204,5 +204,6 @@ def _storable() -> Iterator[None]:
         raise ConfigError(
             "MW609",
             "The optimizer, its scheduler or a callback keeps something in its state that a checkpoint cannot hold; "
-            f"it can hold numbers, strings, lists, dicts and tensors ({what}).",
+            f"it can hold numbers, strings, lists, dicts and tensors ({what}). A run without checkpoints trains: "
+            "checkpoint.every=null and checkpoint.at_end=false.",
         ) from error

@@ -109,7 +109,9 @@ def _train(config: Config, run_dir: Path, payload: dict[str, Any], hosts: WarmHo
                 who = "It"
             ready, payload = replace(ready, resume=newest), payload | {"marks": ()}
             cause, how = str(returned), _going_on(ready, who, time.monotonic() - began)
-            _record(run_dir, {"restart": count, "cause": cause, "resume": newest, "ranks": ready.world_size})
+            _record(
+                run_dir, {"restart": count, "cause": cause, "resume": newest, "ranks": ready.world_size, "how": how}
+            )
             print(f"growing: {cause}. {how}", flush=True)
         except (ConfigError, StrategyError) as refused:
             if not count or ready is None:
@@ -185,7 +187,7 @@ def _report(
 ) -> None:
     """Record and print a restart."""
     cause = str(failed).partition("\n")[0].rstrip(".")
-    _record(run_dir, {"restart": count, "cause": cause, "resume": resume, "ranks": ranks})
+    _record(run_dir, {"restart": count, "cause": cause, "resume": resume, "ranks": ranks, "how": how})
     print(f"restart {count} of {most}: {cause}. {how}", flush=True)
 
 

@@ -31,6 +31,7 @@ from runner.server.links import BROKEN, Address, ServerLink, connect
 from runner.server.partition import kept_by_workers, partition
 from runner.server.shard import ServedShard
 from runner.server.tables import PulledTable
+from runner.training.execution import naming_operator
 from runner.training.fault_injection import Faults
 from runner.training.trainer import TrainingJob, groups_of
 from strategies.core.mesh import Mesh
@@ -64,7 +65,8 @@ class Worker:
         dtype = self._tensors[next(iter(self._sliced.elements))].dtype
         self._dense = FlatParameters(self._tensors, sizes, dtype)
         assert job.prepared.graph is not None
-        groups, factory = groups_of(job.prepared.graph.sources, self._config), optimizer_factory(self._config.optimizer)
+        self._graph = job.prepared.graph
+        groups, factory = groups_of(self._graph.sources, self._config), optimizer_factory(self._config.optimizer)
         self._kept = ServedShard(kept_by_workers(self._sliced.kept), groups, factory, dtype)
         self._own = FlatParameters(self._tensors, self._sliced.kept, dtype, self._kept.values)
         """What the program computes with of what workers keep; `_kept` updates it."""
@@ -288,7 +290,8 @@ class Worker:
         for micro, entries in enumerate(micro_batches):
             recorder.at(FORWARD)
             key = (mix(self._config.train.seed, step, micro),) if self._program.random else ()
-            loss = module(*entries, *key)
+            with naming_operator(self._graph):
+                loss = module(*entries, *key)
             scaled = loss if scale is None else loss.float() * scale  # fp16 has no larger numbers
             (scaled if len(shares) == 1 else scaled * shares[micro]).backward()
             for flat in (self._dense, self._own):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -159,14 +160,21 @@ def _calling(program: Program, graph: OperatorGraph, compiled: bool) -> Forward:
 
     def forward(model: Callable[..., Any], entries: Sequence[Tensor], key: int) -> Any:
         entries = [filled(entry, shape) for entry, shape in zip(entries, shapes, strict=True)]
-        try:
+        with naming_operator(graph):
             return model(*entries, as_key(key) if compiled else key) if program.random else model(*entries)
-        except Exception as error:
-            if (operator := blamed(error, graph)) is not None:
-                error.operator = operator  # type: ignore[attr-defined]
-            raise
 
     return forward
+
+
+@contextmanager
+def naming_operator(graph: OperatorGraph) -> Iterator[None]:
+    """Note in an error of generated code the operator of `graph` that it comes from."""
+    try:
+        yield
+    except Exception as error:
+        if (operator := blamed(error, graph)) is not None:
+            error.operator = operator  # type: ignore[attr-defined]
+        raise
 
 
 class Stages(nn.Module):

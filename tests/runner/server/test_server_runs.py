@@ -242,6 +242,11 @@ def test_workers_move_the_rows_that_a_slice_names(start):
     assert pulled[0] <= run.plan["server"]["bytes_pulled"] < 2 * 8 * (dense + 5000 * 32)
 
 
+def test_an_error_of_a_worker_names_its_operator(start):
+    with pytest.raises(RunFailed, match=r"IndexError.* Where: operator table \(embedding, runner/networks.py:\d+\)"):
+        start(*SERVED, "model.target=networks.Astray", "parallel.server.parameters=['inner.*']", folder="astray")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", [0, pytest.param(20, marks=pytest.mark.slow)])
 def test_tables_equal_one_device(start, cache):
