@@ -68,7 +68,7 @@ class MeanWeights(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         number, name = len(self.means), getattr(func, "__name__", "")
         divides = not kwargs and name in DIVISIONS and self.is_mean(args)
-        if divides and number < len(self._weights):
+        if divides and number < len(self._weights) and isinstance(args[1], Tensor):
             args = args[0], self._weighed.divisor(args[1], self._weights[number])
         result = func(*args, **(kwargs or {}))
         if func in (functional.cross_entropy, functional.nll_loss):
@@ -107,7 +107,10 @@ class MeanWeights(TorchFunctionMode):
         return means and (result.requires_grad or not self.trained)
 
     def is_mean(self, args: tuple[Any, ...]) -> bool:
-        """Whether a division is a mean: of a scalar with a gradient by one without."""
+        """Whether a division is a mean: of a scalar with a gradient by one without, or by a number that a tensor holds,
+        which is a symbol where the forward is captured."""
+        if len(args) == 2 and isinstance(args[1], torch.SymInt | torch.SymFloat):
+            return isinstance(args[0], Tensor) and not args[0].dim() and args[0].requires_grad
         return are_scalars(args) and args[0].requires_grad and not args[1].requires_grad
 
 

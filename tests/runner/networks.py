@@ -210,6 +210,15 @@ class AddedLoss(WrittenOutLoss):
         return losses - 0.5 * (1 + input - input.square()).sum()
 
 
+class ByNumbersLoss(WrittenOutLoss):
+    """Two means over numbers of Python."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        losses, counted = functional.cross_entropy(input, target, reduction="none"), target != self.ignored
+        first, number = target == 1, max(counted.sum().item(), 1)
+        return (losses * counted).sum() / number + 2 * losses.square()[first].sum() / max(first.sum().item(), 1)
+
+
 class NeighbourLoss(nn.Module):
     """Compares each row with one that its target names."""
 

@@ -143,6 +143,7 @@ MIXED, WRITTEN_OUT, ADDED = (f"loss.target=networks.{name}Loss" for name in ("Mi
                 ("stand_alone", (WRITTEN_OUT, "train.accumulate=8")),
                 ("data_parallel", (WRITTEN_OUT, "train.accumulate=8")),
                 ("semi_auto", (WRITTEN_OUT, *STAGES)),
+                ("data_parallel", ("loss.target=networks.ByNumbersLoss", "train.accumulate=8")),
                 ("stand_alone", (ADDED, "train.accumulate=8")),
                 ("semi_auto", (ADDED, *STAGES)),
                 ("data_parallel", (ADDED, "parallel.zero.stage=2", "train.precision=fp32")),
