@@ -197,6 +197,8 @@ def counted(function: Any, args: Any, kwargs: Any) -> Any:
 def with_classes(name: str, args: Any, kwargs: Any) -> Any:
     """The keyword arguments of a function of `CLASSES`, with the number of classes that integers of the batch say."""
     key, place = CLASSES[name]
+    if name == "one_hot" and args and args[0].dtype != torch.int64:
+        raise TypeError(f"one_hot takes int64, not {args[0].dtype}; cast it: labels.long()")  # as torch computes
     proxy, _ = traced(args[0]) if args else (None, None)
     given = args[place] if len(args) > place else kwargs.get(key, 0)
     if proxy is None or given > 0 or all(BATCH not in node.meta for node in proxy.node.graph.nodes):

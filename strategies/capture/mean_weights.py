@@ -101,7 +101,7 @@ class MeanWeights(TorchFunctionMode):
         if inspect.unwrap(func) in LOSSES:
             bound = inspect.signature(func).bind(*args, **kwargs)
             bound.apply_defaults()
-            means = _reduction_of(bound.arguments) == "mean"
+            means = _reduction_of(bound.arguments) in ("mean", "batchmean")
         else:
             means = name == "mean" and len(args) == 1 and not kwargs
         return means and (result.requires_grad or not self.trained)

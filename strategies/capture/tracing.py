@@ -236,6 +236,10 @@ def _in_shape(layer: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _without_bytes(leaf: Any) -> Any:
+    return leaf.long() if isinstance(leaf, Tensor) and leaf.dtype == torch.uint8 else leaf
+
+
 class _Unasked(TorchFunctionMode):
     """Makes an exponent a tensor where it is a number that a tensor holds: torch would ask whether it is 1. Quantiles
     are in range. Questions about constants have answers, and `.data` is a detached tensor. So is a parameter whose
@@ -278,6 +282,8 @@ class _Unasked(TorchFunctionMode):
             return embedding_bag(*args, **(kwargs or {}))
         if name in CLASSES:
             kwargs = with_classes(name, args, kwargs or {})
+        if function in (functional.cross_entropy, functional.nll_loss):  # torch's formula takes no bytes as classes
+            args, kwargs = tree_map(_without_bytes, (tuple(args), kwargs))
         if function in (torch.bincount, Tensor.bincount) and (len(args) > 2 or (kwargs or {}).get("minlength", 0)):
             return bincount(*args, **(kwargs or {}))
         if name in ("quantile", "nanquantile"):

@@ -250,7 +250,7 @@ def check_operands(graph: OperatorGraph) -> None:
             one != dtypes[0] and (one != "float32" or dtypes[0] not in HALVES) for one in dtypes[1:3]
         ):
             what, cure = f"has an operand of {dtypes[0]} and weights of {dtypes[1]}", f"cast it, e.g. x.to({dtypes[1]})"
-        elif classes and dtypes[1].startswith("int") and dtypes[1] != "int64":
+        elif classes and dtypes[1] in ("bool", "int8", "int16", "int32"):
             what, cure = f"has labels of {dtypes[1]}", "give them as int64 (labels.long() in the dataset)"
         elif operator.op == "index_select" and len(shapes[1]) > 1:
             what, cure = f"selects by indices of {list(shapes[1])}", "give it a vector, or index: x[indices]"

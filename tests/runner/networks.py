@@ -234,7 +234,9 @@ class JoinedLoss(WrittenOutLoss):
         scores, targets = torch.cat([input[counted], 2 * input[first]]), torch.cat([target[counted], target[first]])
         policy = torch.distributions.Categorical(logits=scores)
         beside = torch.cat([input[counted], input[counted].square()], -1).mean()
-        return functional.cross_entropy(scores, targets) - policy.log_prob(targets).mean() + beside
+        teacher = (2 * input[counted]).detach().softmax(-1)
+        distance = functional.kl_div(input[counted].log_softmax(-1), teacher, reduction="batchmean")
+        return functional.cross_entropy(scores, targets) - policy.log_prob(targets).mean() + beside + distance
 
 
 class SizedLoss(nn.CrossEntropyLoss):

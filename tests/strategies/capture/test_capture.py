@@ -293,6 +293,14 @@ def test_dict_batch_with_a_loss(draw: Any) -> None:
     assert model.worst(draw) < TOLERANCE
 
 
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(ignore_index=255), nn.NLLLoss(weight=torch.arange(1.0, 6.0))])
+def test_labels_of_bytes(draw: Any, loss: nn.Module) -> None:
+    torch.manual_seed(0)
+    labels = torch.randint(0, 5, (4,), dtype=torch.uint8)
+    batch = {"0": torch.randn(4, 3), "1": labels.index_fill(0, torch.tensor([1]), 255 if loss.weight is None else 4)}
+    assert Model(nn.Linear(3, 5), loss, batch, ("1",)).worst(draw) < TOLERANCE
+
+
 def test_loss_with_parameters_of_its_own(draw: Any) -> None:
     class Weighted(nn.Module):
         def __init__(self) -> None:

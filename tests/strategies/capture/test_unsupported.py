@@ -232,6 +232,8 @@ OPERANDS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "norm": (lambda x: F.layer_norm(x, (4,), torch.ones(4).bfloat16()), "layer_norm.*float32 and weights of bfloat16"),
     "matrix": (lambda x: x.index_select(0, torch.zeros(2, 4, dtype=torch.long)), "indices of .2, 4.* vector"),
     "labels": (lambda x: F.cross_entropy(x, torch.ones(8, dtype=torch.int32)), "labels of int32.*int64"),
+    "boolean labels": (lambda x: F.cross_entropy(x, torch.ones(8).bool()), "labels of bool.*int64"),
+    "classes": (lambda x: F.one_hot(PLACES.int(), 4) * x[:2], "one_hot takes int64, not torch.int32"),
     "index_add": (lambda x: torch.zeros(4).double().index_add(0, PLACES, x[0, :2]), "writes float32 into float64"),
     "index_copy": (lambda x: torch.zeros(4).double().index_copy(0, PLACES, x[0, :2]), "writes float32 into float64"),
     "index_put": (lambda x: torch.zeros(4).double().index_put((PLACES,), x[0, :2]), "writes float32 into float64"),
@@ -280,7 +282,7 @@ def test_labels_of_other_pictures_than_the_scores() -> None:
 def test_operands_that_torch_refuses_only_when_it_computes(name: str) -> None:
     body, message = OPERANDS[name]
     net = Net(lambda net, x: body(net.inner(x)))
-    with pytest.raises((RuntimeError, IndexError), match=r"dtype|scalar type|a vector"):
+    with pytest.raises((RuntimeError, IndexError), match=r"dtype|scalar type|a vector|index tensor"):
         net(torch.randn(8, 4))
     with pytest.raises(StrategyError, match=message) as error:
         captured(net)
