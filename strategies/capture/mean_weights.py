@@ -23,7 +23,7 @@ from strategies.capture.masked import JOINING, LOSSES, joins_rows, merged_dims
 
 ARGUMENTS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
 """Of both functions."""
-DIVISIONS = frozenset({"__truediv__", "div", "divide", "true_divide"})
+DIVISIONS = frozenset({"__truediv__", "div", "div_", "divide", "true_divide"})
 SELECTIONS = frozenset({"__getitem__", "masked_select"})
 
 
@@ -80,7 +80,10 @@ class MeanWeights(TorchFunctionMode):
         else:
             return result
         self.means.append((result, given))
-        return self._weighed(result, self._weights[number]) if number < len(self._weights) else result
+        if number >= len(self._weights):
+            return result
+        weighed = self._weighed(result, self._weights[number])
+        return result.copy_(weighed) if name == "div_" else weighed
 
     def _is_of_selected(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
         """Whether a call is the mean of elements that a mask has selected, or of a function of each."""

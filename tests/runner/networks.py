@@ -211,12 +211,15 @@ class AddedLoss(WrittenOutLoss):
 
 
 class ByNumbersLoss(WrittenOutLoss):
-    """Two means over numbers of Python."""
+    """Two means over numbers of Python, and one that is divided in place."""
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         losses, counted = functional.cross_entropy(input, target, reduction="none"), target != self.ignored
         first, number = target == 1, max(counted.sum().item(), 1)
-        return (losses * counted).sum() / number + 2 * losses.square()[first].sum() / max(first.sum().item(), 1)
+        sizes = (input.square().sum(-1) * first).sum()
+        sizes /= first.sum().clamp(min=1)
+        squares = losses.square()[first].sum() / max(first.sum().item(), 1)
+        return (losses * counted).sum() / number + 2 * squares + sizes
 
 
 class NeighbourLoss(nn.Module):

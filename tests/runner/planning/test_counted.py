@@ -73,7 +73,7 @@ class Tokens(nn.Module):
         if self.loss == "before a mean for a log":
             losses, mask = functional.cross_entropy(logits.mT, labels, reduction="none"), labels != -100
             (logits.square().mean(-1) * mask).sum() / mask.sum()
-            return losses[mask].sum() / losses[mask].numel()
+            return losses[mask].sum().divide_(mask.sum())
         if self.loss == "rows that have labels":
             rows = (labels[:, 2:] >= 0).any(1)
             return (logits.square().mean((1, 2)) * rows).sum() / rows.sum()
@@ -182,7 +182,7 @@ def test_a_mean_that_is_written_out_counts(loss):
 
 @pytest.mark.parametrize(("loss", "matches"), [("written out", True), ("before a mean for a log", False)])
 def test_a_weight_of_another_mean_is_seen(loss, matches):
-    """A forward sees the mean that is not used, a graph that which divides by a number of Python."""
+    """A forward sees the mean that is not used, a graph that which is divided in place."""
     model, (ids, labels) = captured(Tokens(loss), None)
     step = Objective(Tokens(loss), None, ["input_ids", "labels"], []).weighed(1)
     weighed = capture(step, [ids, labels, torch.tensor(1.0)], training=True).graph
