@@ -27,6 +27,7 @@ SUMS = frozenset({"add", "sub", "subtract"})
 TERMS = MOVES | SUMS | frozenset({"mean", "neg", "negative", "positive", "sum"})
 """Operators that leave a sum of terms one, whatever they add up or average that is no row."""
 CONTRACTIONS = (LINEAR - PRODUCTS) | {"dot", "inner", "vdot"}
+LOOKUPS = frozenset("embedding gather index index_select take".split())
 JOINS = frozenset({"cat", "concat", "concatenate", "vstack"})
 """Their result holds rows in the dim along which they join."""
 BATCH_NORM = "batch_norm_training"
@@ -65,9 +66,9 @@ def coupled(graph: OperatorGraph, unbatched: Collection[str]) -> Operator | None
             continue
         if counting and results:
             return operator
-        if len(factors) > 1 and operator.op in LINEAR | ELEMENTWISE | {"cdist"}:  # an index may stay in its row
+        if len(factors) > 1 and operator.op in LINEAR | ELEMENTWISE | {"cdist"}:
             return operator
-        if len(factors) > 1:
+        if len(factors) > 1 or operator.op in LOOKUPS:  # these may stay in their rows
             continue
         (factor,) = factors
         assert factor is not None
@@ -142,9 +143,9 @@ def _rules_over_rows(
         sharding = rule_of(operator, graph)
         pairs = zip(operator.operands, sharding.operands, strict=True)
         factors = {dims[rows[ref]] for ref, dims in pairs if ref in rows}
-        (factor,) = factors if len(factors) == 1 and sharding.known else (None,)
-        results = enumerate(sharding.results) if factor is not None else ()
-        kept = {Ref(operator.id, at): dims.index(factor) for at, dims in results if factor in dims}
+        results = enumerate(sharding.results) if sharding.known and None not in factors else ()
+        found = {Ref(operator.id, at): [dim for dim, one in enumerate(dims) if one in factors] for at, dims in results}
+        kept = {ref: dims[0] for ref, dims in found.items() if len(dims) == 1}  # of an index and a table, the index's
         if operator.op in JOINS and sharding.known:
             kept = {Ref(operator.id): dim for dim in {rows[ref] for ref in operator.operands if ref in rows}}
         yield operator, sharding, factors, kept

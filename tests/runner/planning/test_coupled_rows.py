@@ -64,6 +64,10 @@ COUPLED: dict[str, tuple[Loss, str]] = {
         lambda net, h, y: contrastive(net, torch.cat([h, h.sigmoid()]), y),
         "matmul",
     ),
+    "contrastive of rows that were looked up": (
+        lambda net, h, y: contrastive(net, h[:, None][torch.arange(len(h)), y * 0], y),
+        "matmul",
+    ),
     "two views": (lambda net, h, y: (h.chunk(2)[0] * h.chunk(2)[1]).mean(), "chunk"),
     "differences": (lambda net, h, y: (h[1:] - h[:-1]).square().mean(), "slice"),
     "an angle": (
@@ -102,12 +106,17 @@ def test_what_takes_rows_together_is_found(name: str) -> None:
     assert found.op == op
 
 
+def sorted_by_expert(net: Any, h: Tensor, y: Tensor) -> Tensor:
+    order = y.argsort()
+    return (h[order].tanh()[order.argsort()] * h).mean()
+
+
 def penalty(net: Any, h: Tensor, y: Tensor) -> Tensor:
     (gradient,) = torch.autograd.grad(h.square().sum(), h, create_graph=True)
     return (gradient.norm(dim=1) - 1).square().mean()
 
 
-@pytest.mark.parametrize("loss", [masked, of_each_row, penalty])
+@pytest.mark.parametrize("loss", [masked, of_each_row, penalty, sorted_by_expert])
 def test_means_over_rows_are_no_coupling(loss: Loss) -> None:
     graph = captured(loss)
     assert coupled(graph, ()) is None
