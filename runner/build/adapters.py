@@ -73,7 +73,16 @@ def companions(module: nn.Module) -> Companions:
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         text = Path(folder, ADAPTER_DESCRIPTION).read_text(encoding="utf-8")
-    return Companions({ADAPTER_DESCRIPTION: text}, _saved(module))
+    stored: dict[int, str] = {}  # tensors that several layers share are stored under the first of their names
+    named = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    for name, tensor in named.items():
+        stored.setdefault(id(tensor), name)
+    return Companions(
+        {ADAPTER_DESCRIPTION: text}, {stored[id(named[name])]: one for name, one in _saved(module).items()}
+    )
 
 
 def _active(module: nn.Module) -> str:

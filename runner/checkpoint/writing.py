@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,6 +33,7 @@ from strategies.runtime.tensor_files import DTYPES, SIZES, Part, StoredTensor
 NAMES = {name: short for short, name in DTYPES.items()}
 """What safetensors calls torch's dtypes."""
 WEIGHTS, STATES, DESCRIPTION = "model.safetensors", "optimizer.safetensors", "config.json"
+DTYPE, FLOATING = re.compile(r'^(  "(?:torch_)?dtype": )"\w+"', re.MULTILINE), re.compile("float|bfloat")
 ADAPTER, ADAPTER_DESCRIPTION = "adapter_model.safetensors", "adapter_config.json"
 CHUNK = 2**26
 
@@ -202,7 +204,10 @@ def merged(
             files[file], entries = write(target / file, blocks)
             index |= entries
     companions = companions or Companions()
+    dtypes = {entry.dtype for key, entry in source.tensors.items() if key in names and FLOATING.match(entry.dtype)}
     for file, text in companions.texts.items():
+        if file == DESCRIPTION and len(dtypes) == 1:  # transformers loads weights in the dtype that it reads here
+            text = DTYPE.sub(rf'\g<1>"{next(iter(dtypes))}"', text, count=1)
         files[file] = write_bytes(target / file, text.encode())
     if companions.adapter:
         keys = {f"{MODEL}{name}": saved for name, saved in companions.adapter.items()}

@@ -21,7 +21,7 @@ def run(words: Sequence[str]) -> int:
         ConfigError: Wrong arguments, or files that are damaged or cannot be converted.
     """
     source, target, form, plan, average = _read(words)
-    from runner.checkpoint import Checkpoint
+    from runner.checkpoint import ADAPTER_DESCRIPTION, Checkpoint
     from runner.conversion.convert import cut_of, opened, write
 
     holding, what = opened(source)
@@ -37,6 +37,8 @@ def run(words: Sequence[str]) -> int:
     count = len(holding.tensors)
     size = sum(file.stat().st_size for file in target.iterdir())
     shown = form if cut is None else f"{form} for {cut.ranks} ranks"
+    if isinstance(holding, Checkpoint) and ADAPTER_DESCRIPTION in holding.header.files:
+        print("convert: the files of the adapter are left out; a run writes them with checkpoint.form=merged or both")
     print(f"converted: {what}, {count} tensors, to {target} ({shown}, {size:,} bytes)")
     return 0
 

@@ -6,6 +6,7 @@ changes, and what is found compares the same rows with the same weights of means
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 
 import torch
@@ -20,8 +21,9 @@ from strategies.rules.random import draws
 
 FLOPS = 1e10
 """Of a micro-batch, forward: larger ones are not tried."""
-ROUNDING = {torch.float32: 3e-5, torch.float64: 1e-8}
-"""By which losses may differ that are computed in another order, relative to them and to 0.1."""
+ROUNDING = {"float32": 3e-5, "float64": 1e-8}
+"""By which losses may differ that are computed in another order, relative to them and to 0.1, by the dtype of what is
+rounded most."""
 
 
 def apart(
@@ -46,8 +48,10 @@ def apart(
     """
     drawing = [operator.op for operator in graph.operators if draws(operator)]
     precision = next(step.parameters()).dtype
+    within = {result.dtype for operator in graph.operators for result in operator.results if result.floating}
+    tolerance = max((ROUNDING.get(dtype, math.inf) for dtype in within), default=math.inf)
     drops = all("dropout" in op or op == "scaled_dot_product_attention" for op in drawing)
-    if not drops or precision not in ROUNDING or sum(rule_of(one, graph).flops for one in graph.operators) > FLOPS:
+    if not drops or math.isinf(tolerance) or sum(rule_of(one, graph).flops for one in graph.operators) > FLOPS:
         return None
     named = [*zip(step.names, zip(*parts, strict=True), strict=True)]
     joined = [each[0] if name in unbatched or not each[0].dim() else torch.cat(each) for name, each in named]
@@ -67,7 +71,7 @@ def apart(
     except Exception:  # a forward of the user's, for one size alone
         return None
     difference = abs(sum(found) - complete)
-    return (complete, sum(found)) if difference > ROUNDING[precision] * max(abs(complete), 0.1) else None
+    return (complete, sum(found)) if difference > tolerance * max(abs(complete), 0.1) else None
 
 
 def _shares(counted: Counted | Divisor | AddedRows, parts: Sequence[Sequence[Tensor]]) -> list[float]:

@@ -102,3 +102,13 @@ def test_the_files_are_those_of_the_library(tmp_path, given):
     assert {name for name in theirs if ours[name] != theirs[name]} <= {"auto_mapping", "target_modules"}
     assert model.peft_config["default"].inference_mode is False  # training goes on
     assert not adapters.companions(base()).texts
+
+
+def test_tensors_that_layers_share_are_saved_under_the_name_of_the_checkpoint():
+    import peft
+
+    model = peft.PeftModel(base(), peft.VeraConfig(r=2, target_modules=["q", "v"]))
+    stored = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    made = adapters.companions(model).adapter
+    assert set(made) <= stored
+    assert {"base_model.vera_A", "base_model.vera_B"} <= set(made.values())

@@ -105,3 +105,14 @@ def test_no_more_than_a_chunk_is_in_memory(tmp_path, monkeypatch):
     writing.merged(opened, tmp_path / "out")
     assert max(largest) == 40
     assert torch.equal(load_file(tmp_path / "out" / writing.WEIGHTS)["sliced"], opened.read("model/sliced"))
+
+
+def test_the_config_of_transformers_names_the_dtype_of_the_weights(tmp_path):
+    """And that of parts within stays."""
+    opened = checkpoints.read(save(tmp_path, 1))
+    dtype = str(opened.read("model/sliced").dtype).removeprefix("torch.")
+    given = json.dumps({"text": {"dtype": "int8"}, "dtype": "bfloat16"}, indent=2)
+    (tmp_path / "out").mkdir()
+    writing.merged(opened, tmp_path / "out", companions=writing.Companions({"config.json": given}))
+    written = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
+    assert written["dtype"] == dtype and written["text"] == {"dtype": "int8"}

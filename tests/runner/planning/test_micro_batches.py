@@ -37,7 +37,11 @@ def dropping(net: Any, h: Tensor, y: Tensor) -> Tensor:
     return functional.cross_entropy(net.drop(h), y, ignore_index=0) + h.square().mean()
 
 
-@pytest.mark.parametrize("loss", [ignoring, dropping])
+def rounding(net: Any, h: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(h.float(), y, ignore_index=0)
+
+
+@pytest.mark.parametrize("loss", [ignoring, dropping, rounding])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_micro_batches_that_count_by_their_labels_are_one_batch(loss: Loss, dtype: torch.dtype) -> None:
     assert found(loss, dtype) is None
