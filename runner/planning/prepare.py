@@ -69,8 +69,9 @@ from runner.planning.slices import sliced
 from runner.planning.sources import for_target, planned, request_of
 from runner.planning.vocabulary import check_vocabulary
 from strategies.capture import Captured, Objective, capture, check_decided, check_kept, run_once
+from strategies.capture.model import UnseenMeans
 from strategies.core.errors import StrategyError, closest
-from strategies.core.graph import Operator, OperatorGraph
+from strategies.core.graph import Operator, OperatorGraph, Ref
 from strategies.core.layout import Layout
 from strategies.core.plan import OperatorPlan, Plan
 from strategies.core.request import check
@@ -407,18 +408,16 @@ def _tried_alone(
         return prepared
     graph, initial = captured.graph, InitialTensors(captured.tensors, stored)
     prepared = _with_counts(prepared, step, captured, initial, first_two(), without_rows, say)
-    means, precision = prepared.means, prepared.config.train.precision
     try:
-        if means:
-            weighed, entries = step.weighed(len(means)), [*tensors, *mean_weights([1.0] * len(means), precision)]
-            own = capture(weighed, entries, training=True, like=graph).graph
-            check_weighed(own, graph, weighed.inputs[len(weighed.names) :])
+        if prepared.means:
+            weighed, entries, _, means = _weighed(step, tensors, graph, prepared.means, prepared.config.train.precision)
             run_once(weighed, entries)
+            prepared = replace(prepared, means=means)
     except StrategyError as error:
         if not isinstance(prepared.counted, Divisor):
             say(UNWEIGHED.format(error))
-        means = ()
-    return replace(prepared, means=means)
+        prepared = replace(prepared, means=())
+    return prepared
 
 
 def _with_counts(
@@ -546,10 +545,10 @@ def with_plan(
         plan = planned(config, graph, request, cluster, price, say)
     plan = with_batch_rows(config, graph, plan, settings_of(config, graph, device))
     prepared = _with_readable_counts(prepared, plan, say)
-    if count := len(prepared.means):
-        weighed, entries = step.weighed(count), [*tensors, *mean_weights([1.0] * count, config.train.precision)]
+    if prepared.means:
         try:
-            graph, plan = _weighed(weighed, entries, graph, plan)
+            weighed, entries, graph, means = _weighed(step, tensors, graph, prepared.means, config.train.precision)
+            plan, prepared = _extended(plan, graph), replace(prepared, means=means)
             step_of = partial(lowering.training_step, config, weighed, entries, graph)
         except StrategyError as error:
             if not isinstance(prepared.counted, Divisor):  # by which all of the loss divides
@@ -589,15 +588,40 @@ def _with_readable_counts(prepared: Prepared, plan: Plan, say: Callable[[str], N
 
 
 def _weighed(
-    step: Objective, tensors: Sequence[Tensor], graph: OperatorGraph, plan: Plan
-) -> tuple[OperatorGraph, Plan]:
-    """The graph of an objective whose means over classes take weights, and the plan of `graph` for it. Raises
-    StrategyError if other means are computed while it runs."""
-    own = capture(step, tensors, training=True, like=graph).graph
-    check_weighed(own, graph, step.inputs[len(step.names) :])
-    operators = {name: plan.operators.get(name, OperatorPlan({}, "default")) for name in own.by_name}
-    inputs = {source.name: plan.inputs.get(source.name, Layout.replicated(0)) for source in own.of_kind("input")}
-    return own, replace(plan, operators=operators, inputs=inputs)
+    step: Objective,
+    tensors: Sequence[Tensor],
+    graph: OperatorGraph,
+    means: Sequence[Counted | Divisor | None],
+    precision: str,
+) -> tuple[Objective, list[Tensor], OperatorGraph, tuple[Counted | Divisor | None, ...]]:
+    """The objective whose means take weights, its entries, its graph, and what its means count: a forward may compute
+    some that it does not use, and these count nothing. Raises StrategyError if it computes others than `graph`."""
+
+    def tried(count: int) -> tuple[Objective, list[Tensor], OperatorGraph]:
+        weighed, entries = step.weighed(count), [*tensors, *mean_weights([1.0] * count, precision)]
+        return weighed, entries, capture(weighed, entries, training=True, like=graph).graph
+
+    try:
+        weighed, entries, own = tried(len(means))
+    except UnseenMeans as error:
+        if error.seen < len(means):
+            raise
+        weighed, entries, own = tried(error.seen)
+    names = weighed.inputs[len(weighed.names) :]
+    inputs = {source.name: Ref(source.id) for source in own.of_kind("input")}
+    used = [name for name in names if own.users.get(inputs[name])]
+    if len(used) != len(means):
+        raise UnseenMeans(len(used), len(means))
+    check_weighed(own, graph, used)
+    each = dict(zip(used, means, strict=True))
+    return weighed, entries, own, tuple(each.get(name) for name in names)
+
+
+def _extended(plan: Plan, graph: OperatorGraph) -> Plan:
+    """`plan` for a graph with the weights of means."""
+    operators = {name: plan.operators.get(name, OperatorPlan({}, "default")) for name in graph.by_name}
+    inputs = {source.name: plan.inputs.get(source.name, Layout.replicated(0)) for source in graph.of_kind("input")}
+    return replace(plan, operators=operators, inputs=inputs)
 
 
 def _with_schedule(

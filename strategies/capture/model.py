@@ -83,7 +83,12 @@ class Captured:
 
 
 class UnseenMeans(StrategyError):
-    """A forward computes other means than were to be weighed, or those of a layer that repeats stand for several."""
+    """A forward computes `seen` means, not those that were to be weighed, or those of a layer that repeats stand for
+    several."""
+
+    def __init__(self, seen: int, weighed: int) -> None:
+        super().__init__("MW901", f"{seen} means were seen in place of {weighed}")
+        self.seen = seen
 
 
 class Objective(nn.Module):
@@ -131,7 +136,7 @@ class Objective(nn.Module):
         with MeanWeights(self.mean_weights, tensors[count:]) as seen:
             output = self._in_precision(*tensors[:count])
         if torch.is_grad_enabled() and len(seen.means) != self.weighed_means:  # means have gradients
-            raise UnseenMeans("MW901", f"{len(seen.means)} means were seen in place of {self.weighed_means}")
+            raise UnseenMeans(len(seen.means), self.weighed_means)
         return output
 
     def _in_precision(self, *tensors: Tensor) -> Any:

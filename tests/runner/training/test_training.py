@@ -144,6 +144,17 @@ MIXED, WRITTEN_OUT, ADDED = (f"loss.target=networks.{name}Loss" for name in ("Mi
                 ("data_parallel", (WRITTEN_OUT, "train.accumulate=8")),
                 ("semi_auto", (WRITTEN_OUT, *STAGES)),
                 ("data_parallel", ("loss.target=networks.ByNumbersLoss", "train.accumulate=8")),
+                *(
+                    (mode, ("loss.target=networks.UnusedLoss", *parts))
+                    for mode, parts in (
+                        ("stand_alone", ("train.accumulate=8",)),
+                        (
+                            "data_parallel",
+                            ("train.accumulate=8", "data.drop_last=false", "data.args.rows=90", "train.steps=6"),
+                        ),
+                        ("semi_auto", STAGES),
+                    )
+                ),
                 ("stand_alone", (ADDED, "train.accumulate=8")),
                 ("semi_auto", (ADDED, *STAGES)),
                 ("data_parallel", (ADDED, "parallel.zero.stage=2", "train.precision=fp32")),
