@@ -8,13 +8,13 @@ moved out of sight (a view that splits them, an index), nothing is found.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from runner.planning.counted import ADDITIVE, DIVISIONS, ELEMENTWISE, MOVES, PRODUCTS, SUMMED, dependencies
 from strategies.capture.constants import OF_SHAPES
-from strategies.core.graph import Operator, OperatorGraph, Ref
+from strategies.core.graph import Operator, OperatorGraph, Ref, Source
 from strategies.lowering.batch_splits import depends_on_other_rows
 from strategies.rules import rule_of
 from strategies.rules.losses import SUM
@@ -92,8 +92,8 @@ def row_sums(graph: OperatorGraph, unbatched: Collection[str]) -> tuple[list[Row
     """The terms of a loss that add up rows if their factors do not follow from the number of rows, in order, and
     whether all terms do."""
     adding, rows = _adding_rows(graph, unbatched)
-    entries = {one.id for one in graph.of_kind("input")}
-    constant = {one.id for one in graph.sources if one.kind not in ("parameter", "buffer")}
+    by_batch = _following(graph, graph.of_kind("input"))
+    by_constants = _following(graph, graph.of_kind("constant"))
     found, alone = list[RowSum](), True
     waiting: list[tuple[Ref, tuple[float, ...]]] = [(ref, ()) for ref in graph.outputs]
     while waiting:
@@ -107,9 +107,9 @@ def row_sums(graph: OperatorGraph, unbatched: Collection[str]) -> tuple[list[Row
             alone = False
             continue
         numbers = tuple(float(one) for one in node.args if isinstance(one, int | float))
-        scaled = [one for one in node.operands if not entries.isdisjoint(dependencies(graph, one))]
+        scaled = [one for one in node.operands if one.id in by_batch]
         if node.op in PRODUCTS | DIVISIONS and len(scaled) == 1 and (node.op in PRODUCTS or node.args[0] == scaled[0]):
-            alone &= all(constant.isdisjoint(dependencies(graph, one)) for one in node.operands if one != scaled[0])
+            alone &= all(one.id not in by_constants for one in node.operands if one != scaled[0])
             waiting.append((scaled[0], factors + numbers))
         elif node.op in TERMS:
             alone &= node.op not in SUMS or not numbers
@@ -118,6 +118,15 @@ def row_sums(graph: OperatorGraph, unbatched: Collection[str]) -> tuple[list[Row
         else:
             alone = False
     return found[::-1], alone
+
+
+def _following(graph: OperatorGraph, sources: Iterable[Source]) -> set[str]:
+    """The ids of `sources` and of all that follows from them."""
+    found = {one.id for one in sources}
+    for operator in graph.operators:
+        if any(ref.id in found for ref in operator.operands):
+            found.add(operator.id)
+    return found
 
 
 def _adding_rows(graph: OperatorGraph, unbatched: Collection[str]) -> tuple[set[str], dict[Ref, int]]:

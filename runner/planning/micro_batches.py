@@ -7,7 +7,7 @@ changes, and what is found compares the same rows with the same weights of means
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,20 +29,20 @@ rounded most."""
 def apart(
     step: Objective,
     graph: OperatorGraph,
-    parts: Sequence[Sequence[Tensor]],
+    micro_batches: Callable[[], Sequence[Sequence[Tensor]]],
     counted: Counted | Divisor | AddedRows | None,
     means: Sequence[Counted | Divisor | None],
     unbatched: Collection[str],
 ) -> tuple[float, float] | None:
     """The loss of several micro-batches in one, and what a step makes of their losses, where these are not the same.
 
-    None where they are, or where that is not known: of larger models, of those that draw random numbers other than by
-    dropout or run on one size alone, and in 16 bits.
+    None where they are, or where that is not known: of one micro-batch, of larger models, of those that draw random
+    numbers other than by dropout or run on one size alone, and in 16 bits.
 
     Args:
         step: the model and its loss.
         graph: of a micro-batch.
-        parts: the entries of each micro-batch, of equal shapes.
+        micro_batches: reads the entries of each, of equal shapes.
         counted, means: of `Prepared`, by which micro-batches count.
         unbatched: the names of entries without rows.
     """
@@ -52,6 +52,9 @@ def apart(
     tolerance = max((ROUNDING.get(dtype, math.inf) for dtype in within), default=math.inf)
     drops = all("dropout" in op or op == "scaled_dot_product_attention" for op in drawing)
     if not drops or math.isinf(tolerance) or sum(rule_of(one, graph).flops for one in graph.operators) > FLOPS:
+        return None
+    parts = micro_batches()
+    if len(parts) == 1:
         return None
     named = [*zip(step.names, zip(*parts, strict=True), strict=True)]
     joined = [each[0] if name in unbatched or not each[0].dim() else torch.cat(each) for name, each in named]

@@ -301,7 +301,7 @@ def prepare(
         batch = global_batch(training, collate, last, config.train.seed, 0)
         return cast(flatten_batch(batch, names)[1], DTYPES[config.train.precision])
 
-    def first_two() -> list[list[Tensor]]:
+    def first_two() -> Sequence[Sequence[Tensor]]:
         """The first two micro-batches, where rows can be read again and are of one shape; else the first."""
         second = order.rows(0)[rows : 2 * rows]
         if isinstance(training, Stream) or together or len(second) < rows:
@@ -358,7 +358,7 @@ def prepare(
         accept(graph, frozenset(step.model.state_dict()))
         trials = [] if evaluating is None else _trials(config, step, evaluating, evaluation_collate, floating)
         if several:
-            prepared = _with_counts(prepared, step, captured, initial, first_two(), unbatched(collate), say)
+            prepared = _with_counts(prepared, step, tensors, captured, initial, first_two, unbatched(collate), say)
         prepared = with_plan(prepared, step, tensors, graph, plan, say)
         plan, stages = prepared.plan, prepared.stages
         assert prepared.graph is not None and plan is not None
@@ -407,7 +407,7 @@ def _tried_alone(
     if captured is None or not several:
         return prepared
     graph, initial = captured.graph, InitialTensors(captured.tensors, stored)
-    prepared = _with_counts(prepared, step, captured, initial, first_two(), without_rows, say)
+    prepared = _with_counts(prepared, step, tensors, captured, initial, first_two, without_rows, say)
     try:
         if prepared.means:
             weighed, entries, _, means = _weighed(step, tensors, graph, prepared.means, prepared.config.train.precision)
@@ -423,18 +423,19 @@ def _tried_alone(
 def _with_counts(
     prepared: Prepared,
     step: Objective,
+    tensors: Sequence[Tensor],
     captured: Captured,
     initial: Mapping[str, Tensor],
-    parts: Sequence[Sequence[Tensor]],
+    first_two: Callable[[], Sequence[Sequence[Tensor]]],
     without_rows: Collection[str],
     say: Callable[[str], None],
 ) -> Prepared:
-    """`prepared` with what its loss counts in the micro-batches of a step, of which these are the first. Says why what
-    a step makes of their losses is not that of one batch, where it is not."""
+    """`prepared` with what its loss counts in the micro-batches of a step. Says why what a step makes of their losses
+    is not that of one batch, where it is not."""
     graph = captured.graph
     divided, unlabelled = unknown_division(graph, initial), unknown_labels(graph, initial)
     nonlinear, together = next(iter(nonlinear_in_means(graph)), None), coupled(graph, without_rows)
-    sums, alone = _row_sums(step, parts[0], graph, without_rows)
+    sums, alone = _row_sums(step, tensors, graph, without_rows)
     added = bool(sums) and alone and divided is None and (together is None or together.op == BATCH_NORM)
     counts = AddedRows() if added else counted(graph, initial)
     prepared = replace(prepared, counted=counts, means=each_counted(graph, initial))
@@ -458,7 +459,7 @@ def _with_counts(
             f"train: a term of the loss adds up rows, at {sums[0].where}, and others do not; that of several "
             "micro-batches is their mean, which is less than that of one batch. Divide by the number of rows."
         )
-    elif len(parts) > 1 and (found := apart(step, graph, parts, counts, prepared.means, without_rows)) is not None:
+    elif (found := apart(step, graph, first_two, counts, prepared.means, without_rows)) is not None:
         say(
             f"train: the loss of two micro-batches in one is {found[0]:.6g}, and {found[1]:.6g} where each counts for "
             "itself: something takes their rows together, or divides by a number of them."

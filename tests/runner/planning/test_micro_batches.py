@@ -76,6 +76,6 @@ def found(loss: Loss, dtype: torch.dtype) -> tuple[float, float] | None:
     captured = capture(step, parts[0], training=True)
     graph, initial = captured.graph, InitialTensors(captured.tensors, {})
     before = {name: tensor.clone() for name, tensor in step.state_dict().items()}
-    result = apart(step, graph, parts, counted(graph, initial), each_counted(graph, initial), ())
+    result = apart(step, graph, lambda: parts, counted(graph, initial), each_counted(graph, initial), ())
     assert all(torch.equal(before[name], tensor) for name, tensor in step.state_dict().items())
     return result
