@@ -23,6 +23,8 @@ NAMED = {
     "cluster": ("cluster.file",),
 }
 """Keys whose values may come from a file, and the keys that name the file."""
+EVERY_MODE = "conf/parallel/stand_alone"
+"""Has the defaults of all modes."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class Origins:
         """The override behind a default: it selected the file, or a more specific one."""
         if not label.startswith("conf/"):
             return label
+        if label == EVERY_MODE and dotted != "parallel.mode":
+            return "its default"
         group = label.removeprefix("conf/").rpartition("/")[0]
         names = next((names for key, names in NAMED.items() if f"{dotted}.".startswith(f"{key}.")), ())
         given = {_key(override): override for override in self.overrides}

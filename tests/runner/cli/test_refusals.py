@@ -80,7 +80,10 @@ BAD = [
     ((*PARALLEL, "parallel.zero.stage=2", "optimizer.target=torch.optim.LBFGS"), "LBFGS cannot be used here"),
     ((*PARALLEL, "optimizer.target=networks.ScheduleFree"), "train.callbacks=[ema]"),
     ((*SLOWING, "optimizer.args.kind=dict", "parallel.zero.stage=1"), "Slowing keeps tensors in a dict, 'steps'"),
-    ((*SLOWING, "optimizer.args.kind=beside", "launch.max_restarts=1"), "Slowing keeps steps in its own state_dict"),
+    (
+        (*SLOWING, "optimizer.args.kind=beside", "launch.max_restarts=1"),
+        "Slowing keeps steps beside the states of parameters",
+    ),
     ((*SLOWING, "optimizer.args.kind=deque"), "numbers, strings, lists, dicts and tensors (a collections.deque)"),
     # devices and batch
     ((*PARALLEL, "device=cuda"), "device = cuda needs 4 GPUs (world_size), but this machine has"),
