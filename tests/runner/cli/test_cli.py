@@ -131,6 +131,7 @@ BAD = [
     (["plan", QUICK, "cluster=/tmp/mine.yaml"], "cluster = '/tmp/mine.yaml' does not exist. Allowed: a100, auto"),
     (["plan", QUICK, "cluster=mine"], "named by its file: cluster.file=PATH."),
     (["+recipe=1"], "recipe = '1' does not exist. Allowed: advanced_layout"),
+    ([QUICK, "parallel.server.staleness=2"], "parallel.server.consistency from its default"),
     (["+recipe=null"], "recipe = 'null' does not exist"),
     (["quickstart"], "`run +recipe=quickstart`"),
     (["plan", "quikstart"], "`run plan +recipe=quickstart`"),
