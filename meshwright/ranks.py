@@ -71,8 +71,8 @@ def _warn_of_replicas(tensors: Mapping[str, Tensor]) -> None:
     differences = different(ranks, gather({"the weights of its module": found.hexdigest()}))
     if differences and dist.get_rank() == 0:
         _log.warning(
-            "plan.apply: %s Replicas train other weights then; before the module is made, seed torch (manual_seed) "
-            "and what else its constructor draws from (random, numpy) with the same number, or load the weights.",
+            "plan.apply: %s Replicas train other weights then; before the module is made, call torch.manual_seed, and "
+            "seed what else its constructor draws from (random, numpy), with the same number, or load the weights.",
             differences,
         )
 
