@@ -97,7 +97,7 @@ class Divisor:
         total: the sum.
         operators: compute `divisor` from it, in order.
         divisor: the number.
-        counts: whether the sum is an integer, which a number of Python makes one of the default dtype.
+        integer: whether the sum is one, which a number of Python makes one of the default dtype.
     """
 
     computed: RowwiseValues
@@ -105,7 +105,7 @@ class Divisor:
     total: Ref
     operators: tuple[Operator, ...]
     divisor: Ref
-    counts: bool = False
+    integer: bool = False
 
     @property
     def entry(self) -> int:
@@ -128,7 +128,7 @@ class Divisor:
 
     def value(self, total: float) -> float:
         """The number for a sum over all rows."""
-        sum = torch.tensor(round(total)) if self.counts else torch.tensor(total, dtype=torch.float64)
+        sum = torch.tensor(round(total)) if self.integer else torch.tensor(total, dtype=torch.float64)
         return float(_run(self.operators, {self.total: sum})[self.divisor])
 
 
@@ -381,10 +381,9 @@ def _divisor(graph: OperatorGraph, tensors: Mapping[str, Tensor], by: Ref) -> Di
         if node.op in SUMMED:
             (first, *_) = node.operands
             computed = _computed(graph, tensors, first)
-            counts = not graph.specs[ref].floating
-            return (
-                None if computed is None else Divisor(computed, node.op != "sum", ref, tuple(chain[::-1]), by, counts)
-            )
+            if computed is None:
+                return None
+            return Divisor(computed, node.op != "sum", ref, tuple(chain[::-1]), by, not graph.specs[ref].floating)
         below = [one for one in node.operands if not inputs.isdisjoint(dependencies(graph, one))]
         if node.op not in ELEMENTWISE | MOVES or len({*node.operands}) != 1 or len(below) != 1:
             return None

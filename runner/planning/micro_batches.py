@@ -71,7 +71,7 @@ def apart(
         else:
             own = [1 / len(parts)] * len(parts) if counted is None else _shares(counted, parts)
             found = [share * _loss(alone, part, trains) for share, part in zip(own, parts, strict=True) if share]
-    except Exception:  # a forward of the user's, for one size alone
+    except Exception:  # whatever a forward raises for another size, or for rows with which the ranks name the operator
         return None
     difference = abs(sum(found) - complete)
     return (complete, sum(found)) if difference > tolerance * max(abs(complete), 0.1) else None

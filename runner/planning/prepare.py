@@ -358,7 +358,7 @@ def prepare(
         accept(graph, frozenset(step.model.state_dict()))
         trials = [] if evaluating is None else _trials(config, step, evaluating, evaluation_collate, floating)
         if several:
-            prepared = _with_counts(prepared, step, tensors, captured, initial, first_two, unbatched(collate), say)
+            prepared = _with_counts(prepared, step, tensors, graph, initial, first_two, unbatched(collate), say)
         prepared = with_plan(prepared, step, tensors, graph, plan, say)
         plan, stages = prepared.plan, prepared.stages
         assert prepared.graph is not None and plan is not None
@@ -407,7 +407,7 @@ def _tried_alone(
     if captured is None or not several:
         return prepared
     graph, initial = captured.graph, InitialTensors(captured.tensors, stored)
-    prepared = _with_counts(prepared, step, tensors, captured, initial, first_two, without_rows, say)
+    prepared = _with_counts(prepared, step, tensors, graph, initial, first_two, without_rows, say)
     try:
         if prepared.means:
             weighed, entries, _, means = _weighed(step, tensors, graph, prepared.means, prepared.config.train.precision)
@@ -424,7 +424,7 @@ def _with_counts(
     prepared: Prepared,
     step: Objective,
     tensors: Sequence[Tensor],
-    captured: Captured,
+    graph: OperatorGraph,
     initial: Mapping[str, Tensor],
     first_two: Callable[[], Sequence[Sequence[Tensor]]],
     without_rows: Collection[str],
@@ -432,7 +432,6 @@ def _with_counts(
 ) -> Prepared:
     """`prepared` with what its loss counts in the micro-batches of a step. Says why what a step makes of their losses
     is not that of one batch, where it is not."""
-    graph = captured.graph
     divided, unlabelled = unknown_division(graph, initial), unknown_labels(graph, initial)
     nonlinear, together = next(iter(nonlinear_in_means(graph)), None), coupled(graph, without_rows)
     sums, alone = _row_sums(step, tensors, graph, without_rows)
